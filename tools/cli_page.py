@@ -20,20 +20,20 @@ from uneven.cli.main import app
 WIDTH = 120
 HEAD = """# Command line
 
-All verbs of `uneven`, made from their help by `tools/cli_page.py`. `uneven VERB --help` prints the same.
+All verbs of `uneven`. `uneven VERB --help` prints the same; `tools/cli_page.py` makes this page from it.
 
 ## Exit codes
 
-Every verb ends with one of these:
+Every verb ends with one of these ([Settings](settings.md#exit-codes) says what is printed):
 
 | code | meaning |
 |---|---|
 | 0 | done |
-| 1 | failed: the run, a check or a rank did not succeed; `uneven state diff` found a difference |
-| 2 | bad input: an option, an argument or a setting is wrong, a device is not here; the message names it and the fix |
-| 3 | this machine or cluster cannot do it: no torch, no space, no data, no driver |
-| 130 | stopped by Ctrl-C, and saved what there was |
-| 143 | stopped by SIGTERM, and saved what there was |
+| 1 | failed: a rank, the script, a benchmark's run or a check; `uneven state diff` found a difference |
+| 2 | bad input: an option, a setting, a file or a device that does not exist; the message names it and the fix |
+| 3 | this machine or cluster cannot: no torch, driver, disk space or data set; `uneven diagnose` found a problem |
+| 130 | stopped by Ctrl-C; a run has saved its state first |
+| 143 | stopped by SIGTERM; a run has saved its state first |
 """
 
 

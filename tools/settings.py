@@ -22,6 +22,20 @@ LITERALS = {
     getattr(config, name): name for name in config.__all__ if str(getattr(config, name)).startswith("typing.Literal")
 }
 
+# The tables of the page, each with its settings in order; a setting that is in none goes into a last one.
+GROUPS = {
+    "Data and length": "batch_size epochs max_steps accumulate global_batch_size max_global_batch_size shuffle "
+    "drop_last num_workers seed",
+    "Devices and policy": "devices policy backend shares",
+    "Memory": "strategy memory_shares redundancy bucket_mb memory_cap activations",
+    "Optimizer and numbers": "precision compile max_grad_norm max_grad_value max_bad_steps scheduler_interval lr_scale "
+    "sync_batchnorm",
+    "Averaging params": "anchor max_anchor overhead_target divergence_threshold max_staleness optimizer_state verify",
+    "Evaluation, checkpoints, files": "eval_every monitor monitor_mode save_every keep_last keep_best "
+    "checkpoint_copies resume out overwrite replay progress",
+    "Stopping and lost devices": "grace deadline on_fault min_ranks restarts skip",
+}
+
 HEAD = '''"""The settings as users type them: `Settings` for the keywords of `fit`, `SettingMethods` for the builder.
 
 Written by tools/settings.py from the fields of RunConfig; edit those instead. Values are checked when the run starts.
@@ -98,12 +112,16 @@ def render_page(page: str) -> str:
     """The text of docs/settings.md with its tables regenerated."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
-    groups: dict[str, list[Setting]] = {}
-    for setting in SETTINGS:
-        owner = "All policies" if setting.policies is None else f"Policies {', '.join(setting.policies)} alone"
-        groups.setdefault(owner.replace("Policies async", "Policy async"), []).append(setting)
+    grouped = {name for names in GROUPS.values() for name in names.split()}
+    others = " ".join(setting.name for setting in SETTINGS if setting.name not in grouped)
+    by_name = {setting.name: setting for setting in SETTINGS}
+    groups = {
+        title: [by_name[name] for name in names.split()]
+        for title, names in {**GROUPS, "Other settings": others}.items()
+        if names
+    }
     tables = [
-        f"**{owner}**\n\n| setting | default | meaning |\n|---|---|---|\n" + "".join(map(_row, members))
+        f"### {owner}\n\n| setting | default | meaning |\n|---|---|---|\n" + "".join(map(_row, members))
         for owner, members in groups.items()
     ]
     return before + BEGIN + "\n\n" + "\n".join(tables) + "\n" + END + after
@@ -114,13 +132,15 @@ def _row(setting: Setting) -> str:
     if setting.is_required:
         default = setting.default_text or "required"
     elif setting.default is None:
-        default = f"None: {setting.default_text}"
+        default = f"`None` ({setting.default_text})"
     else:
         default = f"`{setting.default!r}`".replace("'", '"')
     allowed = ", ".join(f'`"{word}"`' for word in setting.choices)
     values = setting.allowed.split("one of ")[0] + (f"one of {allowed}" if allowed else "")
+    only = "" if setting.policies is None else f" Only with {' and '.join(setting.policies)}."
     is_plain = bool in setting.members or str in setting.members or Path in setting.members
-    return f"| `{setting.name}`{alias} | {default} | {setting.help}{'' if is_plain else f' Allowed: {values}.'} |\n"
+    values = "" if is_plain else f" Allowed: {values}."
+    return f"| `{setting.name}`{alias} | {default} | {setting.help}{only}{values} |\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
 """The failures a user is told about: a wrong input, a machine that cannot do it, a rank that failed.
 
 InputError and MachineError carry one line that names the value, what is allowed and the next command to type; the
-command line prints it and exits with `exit_code` (docs/settings.md has the table). Any other exception is a defect of
+command line prints it and exits with `exit_code` (docs/cli.md has the table). Any other exception is a defect of
 uneven or of the user's own code, and keeps its traceback.
 """
 

@@ -110,11 +110,11 @@ class SettingMethods:
         return self.settings(epochs=num_epochs)
 
     def max_steps(self, max_steps: int | None) -> "Self":
-        """The run ends after so many steps, or after its epochs, whichever comes first."""
+        """End the run after this many steps, if its epochs have not ended before."""
         return self.settings(max_steps=max_steps)
 
     def policy(self, policy: PolicySetting) -> "Self":
-        """Sum gradients (sync, balanced), average params (cadence, async), or auto: as planned."""
+        """Sum gradients (sync, balanced), average params (cadence, async), or as planned (auto)."""
         return self.settings(policy=policy)
 
     def devices(self, devices: str) -> "Self":
@@ -122,7 +122,7 @@ class SettingMethods:
         return self.settings(devices=devices)
 
     def backend(self, backend: Backend) -> "Self":
-        """How ranks communicate: NCCL between CUDA devices, or by host memory (cpu): shared (shm), else over Gloo."""
+        """How ranks communicate: NCCL, or through host memory (cpu), which is shared (shm) or sent over Gloo."""
         return self.settings(backend=backend)
 
     def seed(self, seed: int) -> "Self":
@@ -134,7 +134,7 @@ class SettingMethods:
         return self.settings(accumulate=accumulate)
 
     def global_batch_size(self, global_batch_size: int | Deadline | None) -> "Self":
-        """Samples per optimizer step of all devices together; auto: balanced accumulates where sums take long."""
+        """Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long."""
         return self.settings(global_batch_size=global_batch_size)
 
     def max_global_batch_size(self, max_global_batch_size: int | None) -> "Self":
@@ -142,7 +142,7 @@ class SettingMethods:
         return self.settings(max_global_batch_size=max_global_batch_size)
 
     def shares(self, shares: Sequence[float] | None) -> "Self":
-        """Fixed shares of the samples, one number per device, as in 5,2; with balanced and cadence."""
+        """Fixed shares of the samples, one number per device, as in 5,2 (balanced, cadence)."""
         return self.settings(shares=shares)
 
     def strategy(self, strategy: Strategy | None) -> "Self":
@@ -150,7 +150,7 @@ class SettingMethods:
         return self.settings(strategy=strategy)
 
     def memory_shares(self, memory_shares: Sequence[float] | None) -> "Self":
-        """How a strategy divides its bytes, one number per device, as in 15,6."""
+        """How a strategy divides what it shards, one number per device, as in 15,6."""
         return self.settings(memory_shares=memory_shares)
 
     def redundancy(self, redundancy: int) -> "Self":
@@ -166,27 +166,27 @@ class SettingMethods:
         return self.settings(bucket_mb=bucket_mb)
 
     def activations(self, activations: Activations) -> "Self":
-        """What forward keeps for backward: all, none (recompute), on the host (offload); auto: by memory."""
+        """What forward keeps for backward: all, none (recompute), all on the host (offload); auto: by memory."""
         return self.settings(activations=activations)
 
     def sync_batchnorm(self, sync_batchnorm: bool = True) -> "Self":
-        """Normalise BatchNorm over the samples of all devices (sync, balanced)."""
+        """Normalize BatchNorm over the samples of all devices (sync, balanced)."""
         return self.settings(sync_batchnorm=sync_batchnorm)
 
     def max_grad_norm(self, max_grad_norm: float | None) -> "Self":
-        """Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async."""
+        """Clip the gradient norm: of the sum with sync and balanced, of each device with cadence and async."""
         return self.settings(max_grad_norm=max_grad_norm)
 
     def max_grad_value(self, max_grad_value: float | None) -> "Self":
-        """Clip every element of the gradient to this size, before max_grad_norm; of the same gradients."""
+        """Clip every element of the same gradients to this size, before max_grad_norm."""
         return self.settings(max_grad_value=max_grad_value)
 
     def max_bad_steps(self, max_bad_steps: int) -> "Self":
-        """End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped."""
+        """End the run after this many steps in a row with NaN or infinite loss or gradients; each is skipped."""
         return self.settings(max_bad_steps=max_bad_steps)
 
     def lr_scale(self, lr_scale: float | LRScale | None) -> "Self":
-        """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""
+        """Multiply every learning rate by a number, or by the effective number of devices (auto: linear)."""
         return self.settings(lr_scale=lr_scale)
 
     def scheduler_interval(self, scheduler_interval: SchedulerInterval | None) -> "Self":
@@ -198,15 +198,15 @@ class SettingMethods:
         return self.settings(anchor=anchor)
 
     def max_anchor(self, max_anchor: int | None) -> "Self":
-        """Upper limit of the anchor, which grows to keep rounds cheap."""
+        """Upper limit of the anchor, which grows until rounds cost at most overhead_target."""
         return self.settings(max_anchor=max_anchor)
 
     def overhead_target(self, overhead_target: float | None) -> "Self":
-        """Share of the time that rounds may cost."""
+        """Fraction of the time that rounds may cost."""
         return self.settings(overhead_target=overhead_target)
 
     def divergence_threshold(self, divergence_threshold: float | None) -> "Self":
-        """Relative distance of a replica from the average above which the anchor is held back."""
+        """Relative distance of a replica from the average above which the anchor stops growing."""
         return self.settings(divergence_threshold=divergence_threshold)
 
     def max_staleness(self, max_staleness: int | None) -> "Self":
@@ -222,7 +222,7 @@ class SettingMethods:
         return self.settings(verify=verify)
 
     def precision(self, precision: Precision) -> "Self":
-        """Number format of forward and backward; auto: what all devices compute natively."""
+        """Number format of forward and backward; auto: one that all devices compute natively."""
         return self.settings(precision=precision)
 
     def compile(self, compile: Compile) -> "Self":
@@ -230,11 +230,11 @@ class SettingMethods:
         return self.settings(compile=compile)
 
     def shuffle(self, shuffle: bool = True) -> "Self":
-        """A new order of the samples in every epoch; otherwise the data set's own order."""
+        """Draw a new order of the samples for every epoch, or use that of the data set."""
         return self.settings(shuffle=shuffle)
 
     def drop_last(self, drop_last: bool = True) -> "Self":
-        """Leave out the last step of an epoch where it would have fewer samples."""
+        """Leave out the last step of an epoch if it would have fewer samples."""
         return self.settings(drop_last=drop_last)
 
     def num_workers(self, num_workers: int) -> "Self":
@@ -242,19 +242,19 @@ class SettingMethods:
         return self.settings(num_workers=num_workers)
 
     def eval_every(self, eval_every: int | str | None) -> "Self":
-        """Evaluate every N epochs, or as in '500 steps' or '10 min'; the end of the run is always evaluated."""
+        """Evaluate every N epochs, or as in '500 steps' or '10 min', and always at the end of the run."""
         return self.settings(eval_every=eval_every)
 
     def monitor(self, monitor: str | None) -> "Self":
-        """The evaluated metric that a ReduceLROnPlateau and keep_best follow."""
+        """The evaluated metric that ReduceLROnPlateau and keep_best use."""
         return self.settings(monitor=monitor)
 
     def monitor_mode(self, monitor_mode: MonitorMode) -> "Self":
-        """Which value of monitor keep_best keeps; auto: min if loss, error, perplexity, mse or mae is in its name."""
+        """Which value of monitor is best; auto: min if its name has loss, error, perplexity, mse or mae, else max."""
         return self.settings(monitor_mode=monitor_mode)
 
     def save_every(self, save_every: int | str | None) -> "Self":
-        """Save a checkpoint every N epochs, or as in '500 steps' or '10 min', and at the end, under out."""
+        """Save a checkpoint in out every N epochs, or as in '500 steps' or '10 min', and at the end."""
         return self.settings(save_every=save_every)
 
     def keep_last(self, keep_last: int | None) -> "Self":
@@ -262,7 +262,7 @@ class SettingMethods:
         return self.settings(keep_last=keep_last)
 
     def keep_best(self, keep_best: int | None) -> "Self":
-        """Keep this many checkpoints with the best value of monitor; monitor_mode says which is the best."""
+        """Keep this many checkpoints with the best value of monitor, in addition to keep_last."""
         return self.settings(keep_best=keep_best)
 
     def checkpoint_copies(self, checkpoint_copies: int) -> "Self":
@@ -270,43 +270,43 @@ class SettingMethods:
         return self.settings(checkpoint_copies=checkpoint_copies)
 
     def resume(self, resume: str | Path | None) -> "Self":
-        """Go on from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out."""
+        """Continue from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out."""
         return self.settings(resume=resume)
 
     def out(self, out: str | Path | None) -> "Self":
-        """Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1."""
+        """Folder for results: new, empty, or of an earlier run, whose files are then moved to FOLDER.1."""
         return self.settings(out=out)
 
     def overwrite(self, overwrite: bool = True) -> "Self":
-        """Replace an earlier run's files in out, or write beside files that are not of a run."""
+        """Replace the files of an earlier run in out, or write beside other files."""
         return self.settings(overwrite=overwrite)
 
     def replay(self, replay: str | Path | None) -> "Self":
-        """Folder of a finished run, which is repeated by its log."""
+        """Folder of a finished run to repeat from its log."""
         return self.settings(replay=replay)
 
     def skip(self, skip: str | None) -> "Self":
-        """Checks between machines that are left out, as in data or data,clock; docs/preflight.md has all."""
+        """Checks between machines to leave out, as in data or data,clock; docs/preflight.md lists them."""
         return self.settings(skip=skip)
 
     def deadline(self, deadline: float | Deadline | None) -> "Self":
-        """Seconds without a step until a device counts as hanging, and as lost; auto: 30 or 10 steps; none: never."""
+        """Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."""
         return self.settings(deadline=deadline)
 
     def on_fault(self, on_fault: OnFault) -> "Self":
-        """What the loss of a device means: the others go on with its samples, or the run ends."""
+        """If a device is lost: the others train its samples (go-on), or the run ends (end)."""
         return self.settings(on_fault=on_fault)
 
     def min_ranks(self, min_ranks: int) -> "Self":
-        """With fewer devices than this left, the run ends instead of going on."""
+        """End the run if fewer devices than this remain."""
         return self.settings(min_ranks=min_ranks)
 
     def restarts(self, restarts: int) -> "Self":
-        """How often a lost rank is started again in a run."""
+        """How many times lost ranks are started again in a run."""
         return self.settings(restarts=restarts)
 
     def grace(self, grace: float) -> "Self":
-        """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save, then it is ended."""
+        """Seconds that a run may take to save after SIGTERM or Ctrl-C before it is ended."""
         return self.settings(grace=grace)
 
     def progress(self, progress: Progress) -> "Self":

@@ -53,12 +53,12 @@ class RunConfig:
     max_steps: int | None = field(
         default=None,
         metadata=about(
-            "The run ends after so many steps, or after its epochs, whichever comes first.", least=1, default="no limit"
+            "End the run after this many steps, if its epochs have not ended before.", least=1, default="no limit"
         ),
     )
     policy: PolicySetting = field(
         default="balanced",
-        metadata=about("Sum gradients (sync, balanced), average params (cadence, async), or auto: as planned."),
+        metadata=about("Sum gradients (sync, balanced), average params (cadence, async), or as planned (auto)."),
     )
     devices: str = field(
         default="auto",
@@ -69,7 +69,7 @@ class RunConfig:
     backend: Backend = field(
         default="auto",
         metadata=about(
-            "How ranks communicate: NCCL between CUDA devices, or by host memory (cpu): shared (shm), else over Gloo."
+            "How ranks communicate: NCCL, or through host memory (cpu), which is shared (shm) or sent over Gloo."
         ),
     )
     seed: int = field(
@@ -80,7 +80,7 @@ class RunConfig:
     global_batch_size: int | GlobalBatch | None = field(
         default=None,
         metadata=about(
-            "Samples per optimizer step of all devices together; auto: balanced accumulates where sums take long.",
+            "Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long.",
             least=1,
             policies=EXACT_POLICIES,
             why_not="there every device steps by itself on batch_size samples; leave it out, or use policy='balanced'",
@@ -99,7 +99,7 @@ class RunConfig:
     shares: tuple[float, ...] | None = field(
         default=None,
         metadata=about(
-            "Fixed shares of the samples, one number per device, as in 5,2; with balanced and cadence.",
+            "Fixed shares of the samples, one number per device, as in 5,2 (balanced, cadence).",
             default="by measured speed",
         ),
     )
@@ -116,7 +116,7 @@ class RunConfig:
     memory_shares: tuple[float, ...] | None = field(
         default=None,
         metadata=about(
-            "How a strategy divides its bytes, one number per device, as in 15,6.",
+            "How a strategy divides what it shards, one number per device, as in 15,6.",
             policies=EXACT_POLICIES,
             default="by the devices' memory",
         ),
@@ -143,37 +143,36 @@ class RunConfig:
     activations: Activations = field(
         default="keep",
         metadata=about(
-            "What forward keeps for backward: all, none (recompute), on the host (offload); auto: by memory."
+            "What forward keeps for backward: all, none (recompute), all on the host (offload); auto: by memory."
         ),
     )
     sync_batchnorm: bool = field(
-        default=False, metadata=about("Normalise BatchNorm over the samples of all devices (sync, balanced).")
+        default=False, metadata=about("Normalize BatchNorm over the samples of all devices (sync, balanced).")
     )
     max_grad_norm: float | None = field(
         default=None,
         metadata=about(
-            "Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async.",
+            "Clip the gradient norm: of the sum with sync and balanced, of each device with cadence and async.",
             default="no clipping",
         ),
     )
     max_grad_value: float | None = field(
         default=None,
         metadata=about(
-            "Clip every element of the gradient to this size, before max_grad_norm; of the same gradients.",
-            default="no clipping",
+            "Clip every element of the same gradients to this size, before max_grad_norm.", default="no clipping"
         ),
     )
     max_bad_steps: int = field(
         default=3,
         metadata=about(
-            "End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped.",
+            "End the run after this many steps in a row with NaN or infinite loss or gradients; each is skipped.",
             least=1,
         ),
     )
     lr_scale: float | LRScale | None = field(
         default=None,
         metadata=about(
-            "Multiplies every learning rate: a number, or by the effective number of devices (auto: linear).",
+            "Multiply every learning rate by a number, or by the effective number of devices (auto: linear).",
             default="1, with cadence and async auto",
         ),
     )
@@ -193,7 +192,7 @@ class RunConfig:
     max_anchor: int | None = field(
         default=None,
         metadata=about(
-            "Upper limit of the anchor, which grows to keep rounds cheap.",
+            "Upper limit of the anchor, which grows until rounds cost at most overhead_target.",
             least=1,
             policies=LOCAL_POLICIES,
             default="200",
@@ -201,12 +200,12 @@ class RunConfig:
     )
     overhead_target: float | None = field(
         default=None,
-        metadata=about("Share of the time that rounds may cost.", below=1, policies=LOCAL_POLICIES, default="0.03"),
+        metadata=about("Fraction of the time that rounds may cost.", below=1, policies=LOCAL_POLICIES, default="0.03"),
     )
     divergence_threshold: float | None = field(
         default=None,
         metadata=about(
-            "Relative distance of a replica from the average above which the anchor is held back.",
+            "Relative distance of a replica from the average above which the anchor stops growing.",
             policies=LOCAL_POLICIES,
             default="0.05",
         ),
@@ -236,16 +235,17 @@ class RunConfig:
     )
     precision: Precision = field(
         default="fp32",
-        metadata=about("Number format of forward and backward; auto: what all devices compute natively."),
+        metadata=about("Number format of forward and backward; auto: one that all devices compute natively."),
     )
     compile: Compile = field(
         default="off", metadata=about("Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
     )
     shuffle: bool = field(
-        default=True, metadata=about("A new order of the samples in every epoch; otherwise the data set's own order.")
+        default=True,
+        metadata=about("Draw a new order of the samples for every epoch, or use that of the data set."),
     )
     drop_last: bool = field(
-        default=False, metadata=about("Leave out the last step of an epoch where it would have fewer samples.")
+        default=False, metadata=about("Leave out the last step of an epoch if it would have fewer samples.")
     )
     num_workers: int = field(
         default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
@@ -253,14 +253,14 @@ class RunConfig:
     eval_every: int | str | None = field(
         default=None,
         metadata=about_every(
-            "Evaluate every N epochs, or as in '500 steps' or '10 min'; the end of the run is always evaluated.",
+            "Evaluate every N epochs, or as in '500 steps' or '10 min', and always at the end of the run.",
             "every epoch",
         ),
     )
     monitor: str | None = field(
         default=None,
         metadata=about(
-            "The evaluated metric that a ReduceLROnPlateau and keep_best follow.",
+            "The evaluated metric that ReduceLROnPlateau and keep_best use.",
             allowed="the name of a metric, as in 'loss'",
             default="'loss', or the only metric",
         ),
@@ -268,13 +268,13 @@ class RunConfig:
     monitor_mode: MonitorMode = field(
         default="auto",
         metadata=about(
-            "Which value of monitor keep_best keeps; auto: min if loss, error, perplexity, mse or mae is in its name."
+            "Which value of monitor is best; auto: min if its name has loss, error, perplexity, mse or mae, else max."
         ),
     )
     save_every: int | str | None = field(
         default=None,
         metadata=about_every(
-            "Save a checkpoint every N epochs, or as in '500 steps' or '10 min', and at the end, under out.",
+            "Save a checkpoint in out every N epochs, or as in '500 steps' or '10 min', and at the end.",
             "the result alone",
         ),
     )
@@ -284,7 +284,7 @@ class RunConfig:
     keep_best: int | None = field(
         default=None,
         metadata=about(
-            "Keep this many checkpoints with the best value of monitor; monitor_mode says which is the best.",
+            "Keep this many checkpoints with the best value of monitor, in addition to keep_last.",
             least=1,
             default="none beside keep_last",
         ),
@@ -293,42 +293,38 @@ class RunConfig:
     resume: Path | None = field(
         default=None,
         metadata=about(
-            "Go on from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out.",
+            "Continue from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out.",
             default="a new run",
         ),
     )
     out: Path | None = field(
         default=None,
         metadata=about(
-            "Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1.",
+            "Folder for results: new, empty, or of an earlier run, whose files are then moved to FOLDER.1.",
             default="nothing is written",
         ),
     )
     overwrite: bool = field(
         default=False,
-        metadata=about("Replace an earlier run's files in out, or write beside files that are not of a run."),
+        metadata=about("Replace the files of an earlier run in out, or write beside other files."),
     )
     replay: Path | None = field(
-        default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
+        default=None, metadata=about("Folder of a finished run to repeat from its log.", default="no replay")
     )
     skip: str | None = field(default=None, metadata=about_skip())
     deadline: float | Deadline | None = field(
         default="auto",
-        metadata=about(
-            "Seconds without a step until a device counts as hanging, and as lost; auto: 30 or 10 steps; none: never."
-        ),
+        metadata=about("Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."),
     )
     on_fault: OnFault = field(
         default="go-on",
-        metadata=about("What the loss of a device means: the others go on with its samples, or the run ends."),
+        metadata=about("If a device is lost: the others train its samples (go-on), or the run ends (end)."),
     )
-    min_ranks: int = field(
-        default=1, metadata=about("With fewer devices than this left, the run ends instead of going on.", least=1)
-    )
-    restarts: int = field(default=0, metadata=about("How often a lost rank is started again in a run.", least=0))
+    min_ranks: int = field(default=1, metadata=about("End the run if fewer devices than this remain.", least=1))
+    restarts: int = field(default=0, metadata=about("How many times lost ranks are started again in a run.", least=0))
     grace: float = field(
         default=30.0,
-        metadata=about("Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save, then it is ended.", least=0),
+        metadata=about("Seconds that a run may take to save after SIGTERM or Ctrl-C before it is ended.", least=0),
     )
     progress: Progress = field(
         default="auto",

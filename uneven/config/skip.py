@@ -21,7 +21,7 @@ def about_skip() -> dict[str, Any]:
         return bool(words) and set(words) <= set(SKIPPABLE)
 
     return about(
-        "Checks between machines that are left out, as in data or data,clock; docs/preflight.md has all.",
+        "Checks between machines to leave out, as in data or data,clock; docs/preflight.md lists them.",
         accepts=accepts,
         allowed=f"one or more of {', '.join(SKIPPABLE)}, separated by commas",
         default="all checks are made",
