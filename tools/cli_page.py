@@ -56,10 +56,27 @@ def _section(path: tuple[str, ...], command: Any) -> str:
         parts.append("\n```sh\n" + "\n".join(examples) + "\n```\n")
     if children := getattr(command, "commands", None):
         parts.append("\n" + _wrap("Verbs: " + ", ".join(f"`{name}`" for name in children)) + ".\n")
-    rows = [_row(param) for param in command.params if not param.hidden and "completion" not in param.name]
-    if rows:
+    rows = _rows(command)
+    shared, rest = _shared_with_run(path, rows)
+    if rows := [row for row in rows if row not in shared]:
         parts.append("\n| option | default | meaning |\n|---|---|---|\n" + "".join(rows))
-    return "".join(parts)
+    return "".join([*parts, rest])
+
+
+def _rows(command: Any) -> list[str]:
+    return [_row(param) for param in command.params if not param.hidden and "completion" not in param.name]
+
+
+def _shared_with_run(path: tuple[str, ...], rows: list[str]) -> tuple[set[str], str]:
+    """The rows that a verb has from `uneven run`, where it has most of them, and the sentence that stands for them."""
+    of_run = _rows(get_command(app).commands["run"])  # type: ignore[attr-defined]
+    shared = {row for row in of_run if row in rows}
+    if path == ("uneven", "run") or len(shared) < 20:
+        return set(), ""
+    own = {row.split(" | ")[0] for row in rows}
+    missing = [row.split(" | ")[0].strip("| ") for row in of_run if row.split(" | ")[0] not in own]
+    excepted = f", except {', '.join(missing)}" if missing else ""
+    return shared, "\n" + _wrap(f"It also takes the options of [uneven run](#uneven-run){excepted}.") + "\n"
 
 
 def _split_help(text: str) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Train one PyTorch model on hardware that does not match.
+"""Train one PyTorch model on devices of different speed.
 
 The public names are imported on first use, so that `import uneven` costs no torch import.
 """

@@ -69,7 +69,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="The one that may be better.")],
     as_json: Json = False,
 ) -> None:
-    """Is the second better? Quality and speed, paired over the seeds that both have.
+    """Compare two results: quality and speed, paired over the seeds that both have.
 
     Examples:
 
@@ -99,9 +99,9 @@ def pack(
     out: Annotated[Path, typer.Option(help="Folder; a run becomes MODEL/MODE/seed-S.json below it.")] = Path("results"),
     as_json: Json = False,
 ) -> None:
-    """Finished runs as small files to publish: settings, history, times, versions; no weights.
+    """Write finished runs as small files to publish: settings, history, times, versions; no weights.
 
-    `report`, `compare` and `check` read them as they read the runs.
+    `report`, `compare` and `check` read them like runs.
 
     Examples:
 
@@ -119,16 +119,16 @@ def pack(
 
 def check(
     runs: Annotated[Path, typer.Argument(help="A folder of runs, packed or not, or of several sweeps.")] = Path("runs"),
-    baseline: Annotated[Path | None, typer.Option(help="Hold the runs against this instead.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Compare the runs with this baseline instead.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write these runs as a baseline instead.")] = None,
     as_json: Json = False,
 ) -> None:
-    """A gate: fails (exit code 1) where a model and mode is worse than what was published, or than a baseline.
+    """Fail (exit code 1) if a model and mode is worse than published, than one device alone, or than a baseline.
 
-    Without --baseline, quality is held against the published figure, against one device alone (or PyTorch's DDP at the
-    same batch), and at equal time; packed results also against their checksums. Runs of less than a tenth of their
-    recipe's epochs are "short": their quality is held against nothing. With --baseline, quality and efficiency are held
-    against those of other runs.
+    Without --baseline, quality is compared with the published figure, with one device alone (or PyTorch's DDP at the
+    same batch), and at equal time; packed results also with their checksums. Runs of less than a tenth of their
+    recipe's epochs are "short": their quality is not checked. With --baseline, quality and efficiency are compared with
+    those of other runs.
 
     Examples:
 

@@ -36,15 +36,15 @@ def chaos(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Run a script and kill, stop or cut off its ranks meanwhile: is anything lost?
+    """Run a script and kill, stop or cut off its ranks: reports whether any sample was lost.
 
-    Faults come at random by rates per rank, or at times that you name; they are the same in every run of the same seed,
-    rates and number of ranks, and times count from the first step. Only rank processes of this run on this machine are
-    touched, and the last one is left alone. Without --out the run is written to a temporary folder, so that results
-    which the script would write are kept. All options of 'uneven run' are taken, except its --seed.
+    Faults come at random by rates per rank, or at times that you name, counted from the first step. The same seed,
+    rates and number of ranks give the same faults. Only rank processes of this run on this machine are touched, and
+    never the last one. Without --out the run is written to a temporary folder, so that it does not touch the results of
+    your script. It takes all options of 'uneven run' except its --seed.
 
-    Exit code 0: the run ended and every sample counted exactly once. 1: it did not. 2: bad input. 3: this machine
-    cannot. 130: stopped by Ctrl-C, and saved.
+    Exit codes: 0 the run ended and every sample counted exactly once, 1 it did not, 2 bad input, 3 this machine cannot,
+    130 stopped by Ctrl-C, and saved.
 
     Examples:
 
@@ -128,7 +128,7 @@ def _print(report: "ChaosReport", as_json: bool) -> None:
 
 
 OWN: dict[str, tuple[Any, Any]] = {
-    "kill": (str | None, typer.Option("--kill", help="SIGKILL, so often per rank, as in 0.1/min.", metavar="RATE")),
+    "kill": (str | None, typer.Option("--kill", help="SIGKILL at this rate per rank, as in 0.1/min.", metavar="RATE")),
     "stop": (
         str | None,
         typer.Option(

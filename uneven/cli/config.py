@@ -148,10 +148,10 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, also where there are problems.")] = False,
 ) -> None:
     """Find everything that is wrong with a file of settings: unknown names, impossible values, settings that do not go
-    together. Each with its line and the fix.
+    together, each with its line and the fix.
 
-    Nothing is run. What the script may still settle, by a setting that it passes, is a note and no problem; what
-    depends on the machine is found when the run starts.
+    Nothing is run. What a setting in the script may still fix is only a note. What depends on the machine is found when
+    the run starts.
 
     Exit codes: 0 all is well, 2 there are problems.
 

@@ -27,9 +27,7 @@ def demo(
         int | None, typer.Option(min=1, help="Train on the first N digits only.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and order.")] = 0,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Budget: modes that the time left does not allow are skipped.")
-    ] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time budget; modes that do not fit are skipped.")] = 4.0,
     repeat: Annotated[bool, typer.Option("--repeat/--no-repeat", help="Measure a disturbed mode again.")] = True,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-S below it.")] = Path("runs")
     / "demo",

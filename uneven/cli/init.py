@@ -20,15 +20,14 @@ def init(
     name: Annotated[Path, typer.Argument(help="The project and its folder, which is made; . is the current folder.")],
     template: Annotated[str, typer.Option("--template", "-t", help=TEMPLATE_HELP, metavar="NAME")] = "vision",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace files of the project that are there; other files stay.")
+        bool, typer.Option("--force", help="Replace existing files of the project; other files stay.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, and write none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make a project that trains at once: train.py, run.toml, a test, README, Makefile, Dockerfile.
 
-    Nothing is asked: versions and devices are those of this machine. A file that is there already is never replaced
-    without --force.
+    It asks nothing: versions and devices are those of this machine. It replaces existing files only with --force.
 
     Examples:
 

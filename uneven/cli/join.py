@@ -30,9 +30,9 @@ Json = Annotated[
 
 
 def join(
-    leader: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help="Where the leader waits, as it printed it.")],
+    leader: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help="The leader's address, as it printed it.")],
     script: Annotated[
-        Path | None, typer.Argument(help="The script, where it is not at the leader's path below this folder.")
+        Path | None, typer.Argument(help="The script, if it is not at the leader's path below this folder.")
     ] = None,
     token: Annotated[str | None, typer.Option("--token", help="The leader's token.", metavar="TOKEN")] = None,
     token_file: Annotated[
@@ -41,10 +41,10 @@ def join(
     devices: Devices = "auto",
     allow_ship: Annotated[
         bool,
-        typer.Option("--allow-ship", help="Take the script's folder from the leader where it differs (--ship there)."),
+        typer.Option("--allow-ship", help="Take the script's folder from the leader if it differs (--ship there)."),
     ] = False,
     wait: Annotated[
-        float, typer.Option("--wait", help="How long to try while no leader answers.", metavar="SECONDS")
+        float, typer.Option("--wait", help="Seconds to try if no leader answers.", metavar="SECONDS")
     ] = 8.0,
     only_when_idle: Annotated[
         bool, typer.Option("--only-when-idle", help="Take part only while nobody has used this machine for 5 minutes.")
@@ -60,15 +60,16 @@ def join(
 ) -> None:
     """Take part in a run that another machine leads, with this machine's devices.
 
-    Script, arguments and settings come from the leader; the script must be here too, at the same path below the
-    current folder and with the same content. The token may also be in UNEVEN_TOKEN. Exit codes as of uneven run.
-    A machine that somebody needs waits before it joins, and says why: in use are one at whose terminals somebody
-    types, and one whose other programs use a fifth of its cores. When it is needed during the run it leaves, and joins
-    again when it is free.
+    Script, arguments and settings come from the leader. The script must be here, too, at the same path below the
+    current folder and with the same content. The token may also be in UNEVEN_TOKEN. Exit codes are those of uneven run.
 
-    SIGTERM or Ctrl-C here, or uneven leave in another terminal: the ranks of this machine hand in what they have
-    trained and leave, the others go on, and the exit code is 0. A second signal ends them at once. Where the run cannot
-    go on without them it stops and is saved.
+    With --only-when-idle, --between and --not-on-battery the machine waits until it is free, leaves when it is needed,
+    and joins again when it is free. In use means: somebody types in one of its terminals, or other programs use a fifth
+    of its cores.
+
+    SIGTERM or Ctrl-C here, or uneven leave in another terminal, lets the ranks of this machine hand in what they have
+    trained and leave; the others continue, and the exit code is 0. A second signal ends them at once. If the run cannot
+    continue without them, it stops and is saved.
 
     Examples:
 

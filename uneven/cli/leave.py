@@ -13,7 +13,7 @@ def leave(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Which run, where several are on here: its id, its process id, or its script.",
+            help="Which run, if several are on: its id, its process id, or its script.",
             metavar="RUN",
             autocompletion=complete.live_runs,
         ),
@@ -26,13 +26,13 @@ def leave(
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Let the ranks of this machine leave the run that they take part in, which goes on without them.
+    """Take the ranks of this machine out of a run, which continues without them.
 
-    They finish their step and hand in what they have trained: with cadence and async by the next round, and nothing is
+    They finish their step and hand in what they have trained (with cadence and async in the next round), so nothing is
     trained again. On a machine that joined by uneven join all of its ranks leave, and that command ends with exit code
-    0. On the machine that leads a run, name the ranks (--rank): one has to stay there, since it has the files.
+    0. On the machine that leads the run, name the ranks (--rank): one has to stay, because it writes the files.
 
-    Exit code 0: they have left. 1: they cannot leave, or have not within --wait; the reason is printed.
+    Exit codes: 0 they have left, 1 they cannot leave, or have not within --wait; the reason is printed.
 
     Examples:
 

@@ -27,7 +27,7 @@ def logs(
             autocompletion=complete.all_runs,
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the run.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the end of the run.")] = False,
     rank: Annotated[
         list[int] | None, typer.Option("--rank", help="This rank alone; may be given several times.", metavar="N")
     ] = None,
@@ -35,13 +35,14 @@ def logs(
     timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="With the time of each line.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what the processes of a run have printed, in the order of time. A rank's output is in OUT/logs/rank-N.log,
-    what the launcher said in OUT/logs/launcher.log; each file holds 10 MB, and the 10 MB before.
+    """Print what the processes of a run have printed, in the order of time.
 
-    A run without `out` has logs while it is on, and a machine that has joined has those of its own ranks. What a script
-    that calls fit prints itself, outside of the ranks, is not kept; bars and what libraries in C print are neither.
+    The lines of a rank are in OUT/logs/rank-N.log, those of the launcher in OUT/logs/launcher.log; each keeps 10 to 20
+    MB. A run without `out` has logs only while it is on. A machine that has joined has the logs of its own ranks. Not
+    kept are progress bars, what C libraries print, and what a script that calls fit prints itself, outside of the
+    ranks.
 
-    Exit code 0; 2: RUN is not known, or has no logs; 130: Ctrl-C while it follows, and the run goes on. Examples:
+    Exit codes: 0; 2 RUN is not known, or has no logs; 130 Ctrl-C with --follow, which does not stop the run. Examples:
 
       uneven logs k3f9ad1 -f
 

@@ -35,13 +35,13 @@ def plan(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Predict how this script would train on every subset of the devices, with every policy, and advise what to take.
+    """Predict the speed of your script with every policy, on every subset of the devices, and recommend one.
 
-    The script runs up to its fit, builder or own loop; what it was about to train is measured for some seconds, on all
-    devices together and on each alone. Nothing that is trained meanwhile is kept. With --out FOLDER the plan is written
-    there, and a run with --policy auto and the same FOLDER takes it.
+    The script runs up to its fit, builder or own loop. What it was about to train is measured for some seconds, on all
+    devices together and on each alone; nothing of that is kept. With --out FOLDER the plan is written there, and a run
+    with --policy auto and the same FOLDER uses it.
 
-    Exit code 0: a plan. 1: a rank failed while it was measured. 2: bad input. 3: this machine cannot. 130: Ctrl-C.
+    Exit codes: 0 a plan, 1 a rank failed while it was measured, 2 bad input, 3 this machine cannot, 130 Ctrl-C.
 
     Examples:
 

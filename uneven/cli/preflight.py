@@ -21,13 +21,14 @@ def preflight(
     module: bool = False,
     **options: Any,
 ) -> None:
-    """Check what a run needs, and train nothing: versions, devices, number formats, code, memory, disk, links, clocks.
+    """Check everything that a run needs, without training: versions, devices, number formats, code, memory, disk,
+    links, clocks.
 
     On one machine torch is loaded only for a GPU. With --nodes or --hosts the machines join by 'uneven join' as for a
-    run, are compared, and test every link in both directions; the first one that does not fit ends it on all of them
-    with its name and the fix. Data sets and models are compared when the script has made them, at the start of a run.
+    run, are compared, and test every link in both directions. If one does not fit, all end with its name and the fix.
+    Data sets and models are compared at the start of a run, when the script has made them.
 
-    Exit code 0: all is well. 1: the machines do not fit together. 2: bad input. 3: this machine cannot.
+    Exit codes: 0 all is well, 1 the machines do not fit together, 2 bad input, 3 this machine cannot.
 
     Examples:
 
@@ -91,7 +92,7 @@ def _give_options() -> None:
         "config": CONFIG_OPTION,
         "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
         "skip": Annotated[
-            str | None, typer.Option("--skip", help="Checks that are left out, as in clock,links.", metavar="CHECK,...")
+            str | None, typer.Option("--skip", help="Checks to leave out, as in clock,links.", metavar="CHECK,...")
         ],
     }
     defaults = {"script": None, "devices": None, "module": False, "as_json": False, "skip": None}

@@ -203,8 +203,8 @@ MACHINE_OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(
             "--nodes",
-            help="Train on so many machines, this one included: 2, or the fewest and the most, 2-4. Prints the line to "
-            "type on the others and waits for them.",
+            help="Train on this many machines, this one included: 2, or the fewest and the most, 2-4. Prints the line "
+            "to type on the others and waits for them.",
             metavar="N|N-M",
             rich_help_panel=MACHINES,
         ),

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 def setup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what it would do, and stop.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Install without asking.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Install even if the right torch is here.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Install even if the right torch is installed.")] = False,
     system: Annotated[
         bool, typer.Option("--system", help="Install into a Python that is not a virtual environment.")
     ] = False,
     build: Annotated[
-        str | None, typer.Option(help="This build in place of the advised: cpu, cu126, cu128, cu130, rocm7.1, ...")
+        str | None,
+        typer.Option(help="Install this build instead of the recommended one: cpu, cu126, cu128, cu130, rocm7.1, ..."),
     ] = None,
     index_url: Annotated[
         str | None, typer.Option(help="Take the wheel from this index, such as a mirror.", metavar="URL")

@@ -25,10 +25,10 @@ ROWS = 20  # differing tensors that are printed; --json has all
 
 @app.command("show")
 def show(run: Run, as_json: Json = False) -> None:
-    """What is in a run's folder: its result and each checkpoint, whole or not and why, with position, quality and size.
-    Every file is read and its checksum compared.
+    """Show a run's result and checkpoints: position, quality, size, and whether each is whole. Every file is read and
+    its checksum compared.
 
-    Exit codes: 0 shown, also where something is damaged; 2 no state there. Examples:
+    Exit codes: 0 shown, also if something is damaged; 2 no state there. Examples:
 
       uneven state show runs/my-run
 
@@ -118,9 +118,10 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: Json = False,
 ) -> None:
-    """What differs between two states: settings, slots, names and shapes, and every tensor's largest difference.
-    Of a run's folder the newest whole state is taken. Settings about folders and progress are not compared,
-    and random states do not count.
+    """Compare two states: settings, slots, names and shapes, and every tensor's largest difference.
+
+    Of a run's folder the newest whole state is taken. Settings about folders and progress, and random states, are not
+    compared.
 
     Exit codes, as those of diff: 0 equal bit by bit, 1 different, 2 bad input. Examples:
 
@@ -182,11 +183,12 @@ def _tell(lines: Any) -> None:
 def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", help="model.safetensors or model.pt.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file where it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model's params and buffers to one file: of the run's result or its newest whole checkpoint.
-    A .pt file is a state_dict for torch.load(..., weights_only=True), tied names included; a .safetensors file holds
+    """Write the params and buffers of a run's result, or of its newest whole checkpoint, to one file.
+
+    A .pt file is a state_dict for torch.load(..., weights_only=True), tied names included. A .safetensors file holds
     every tensor once, for safetensors.torch.load_model.
 
     Exit codes: 0 written, 2 bad input, 3 it cannot be written there. Examples:

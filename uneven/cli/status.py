@@ -37,11 +37,11 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the runs of yours that are on: by uneven run, by fit in a script or a notebook, and those that this machine
-    has joined. For each rank its device and machine, its share of the samples, its speed and what it does.
+    """Show your runs on this machine: for each rank its device, share of the samples, speed and what it does.
 
-    Ranks that torchrun, Slurm or another engine has started are its own to list. The id stays the same on all machines
-    of a run. Exit code 0, also where no run is on; 2: RUN is not known.
+    These are runs of uneven run, of fit in a script or a notebook, and those that this machine has joined. Ranks
+    started by torchrun, Slurm or another launcher are not listed. A run has the same id on all its machines. Exit
+    codes: 0, also if no run is on; 2 RUN is not known.
 
     Examples:
 

@@ -21,20 +21,20 @@ def stop(
             autocompletion=complete.live_runs,
         ),
     ] = None,
-    stop_all: Annotated[bool, typer.Option("--all", help="All runs of yours that this machine leads.")] = False,
+    stop_all: Annotated[bool, typer.Option("--all", help="All your runs that this machine leads.")] = False,
     now: Annotated[
         bool, typer.Option("--now", help="A second Ctrl-C 1.5 s later: what is not saved by then is lost.")
     ] = False,
     wait: Annotated[float, typer.Option("--wait", help="How long to wait for its end.", metavar="SECONDS")] = WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Stop a run, as Ctrl-C in its terminal does: it finishes its step, saves, and ends with exit code 130 (143 where
-    it was started in the background so that it ignores Ctrl-C). Waits for its end, and says where its state is.
+    """Stop a run, as Ctrl-C in its terminal does: it finishes its step, saves, and ends with exit code 130 (143 if it
+    was started in the background so that it ignores Ctrl-C). Waits for its end, and prints where its state is.
 
-    RUN may be left out where one run is on. A run over machines is stopped where it is led; a machine that has joined
-    is taken out by uneven leave. Ctrl-C while it waits stops the waiting alone.
+    If only one run is on, you may leave RUN out. Stop a run over several machines where it is led; take out a machine
+    that has joined with uneven leave. Ctrl-C during the wait ends only the wait.
 
-    Exit code 0: it has ended. 1: it has not, or is led elsewhere. 2: RUN is not known, or not yours. Examples:
+    Exit codes: 0 it has ended, 1 it has not, or is led elsewhere, 2 RUN is not known, or not yours. Examples:
 
       uneven stop k3f9ad1
 

@@ -44,7 +44,9 @@ def sweep(
     lr_scale: Annotated[float | None, typer.Option(help="Multiplies the lr of the exact modes and DDP.")] = None,
     precision: options.Precision = "fp32",
     compile: options.Compile = "off",
-    efficiency: Annotated[bool, typer.Option("--efficiency", help="Measure it by pairs too, minutes each.")] = False,
+    efficiency: Annotated[
+        bool, typer.Option("--efficiency", help="Also measure efficiency by pairs; takes minutes each.")
+    ] = False,
     equal_time: EqualTime = False,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
@@ -52,9 +54,10 @@ def sweep(
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Every model in every mode that the hardware allows, one fresh process per run; then: uneven bench report.
+    """Train every model in every mode that the hardware allows, one fresh process per run; then use uneven bench
+    report.
 
-    Finished runs are kept, so a sweep that was interrupted goes on where it stopped. Examples:
+    Finished runs are kept, so the same command continues an interrupted sweep. Examples:
 
       uneven bench sweep --quick
 
@@ -144,7 +147,7 @@ def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> No
 
 
 def policies(
-    script: Annotated[Path, typer.Argument(help="A script of yours that trains by uneven.")],
+    script: Annotated[Path, typer.Argument(help="Your script, which trains with uneven.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
     module: MODULE_OPTION = False,
     devices: Annotated[str, typer.Option(help="As in cpu,cpu@0.4 or auto.")] = "auto",
@@ -154,7 +157,7 @@ def policies(
     out: Annotated[Path, typer.Option(help="Folder; a run goes into POLICY below it.")] = Path("runs") / "policies",
     as_json: Json = False,
 ) -> None:
-    """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
+    """Train your own script with each policy: loss, time, efficiency, and which policy to take.
 
     The epochs given here take precedence over the script's; a loop of your own runs over range(ddp.epochs).
 

@@ -34,8 +34,9 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 @app.command("list", epilog="Example: uneven torch list --json")
 def list_all(as_json: Json = False) -> None:
-    """Show all builds: version, CUDA, architectures, size, which is active, and whether it covers the GPUs here.
-    The torch of the current environment is shown, too, without loading it."""
+    """Show all builds: version, CUDA, architectures, size, which is active, and whether it covers the GPUs here. The
+    torch of the current environment is listed, too.
+    """
     from uneven.hardware.gpus import read_gpus
     from uneven.install.builds import active_name, builds_folder, list_builds, unfinished_builds
 
@@ -173,7 +174,7 @@ def install(
     name: Annotated[str | None, typer.Option("--name", help="The build's name; by default the variant.")] = None,
     version: Annotated[str | None, typer.Option("--version", help="Of torch, such as 2.13.0; else the newest.")] = None,
     index_url: Annotated[
-        str | None, typer.Option("--index-url", help="An index in place of PyTorch's: a mirror, NVIDIA's for a Jetson.")
+        str | None, typer.Option("--index-url", help="An index instead of PyTorch's: a mirror, NVIDIA's for a Jetson.")
     ] = None,
     use: Annotated[bool, typer.Option("--activate/--no-activate", help="Make it the active build.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
@@ -182,7 +183,8 @@ def install(
 ) -> None:
     """Install a torch, and the same uneven, into a new environment of their own. The current one is not touched.
 
-    Interrupted, the same command goes on. Exit codes: 0 installed, 1 not confirmed, 2 bad input, 3 it cannot be here.
+    If it is interrupted, the same command continues. Exit codes: 0 installed, 1 not confirmed, 2 bad input, 3 not
+    possible on this machine.
     """
     from uneven.install.builds import activate as make_active
     from uneven.install.new_build import check_absent, check_space, make_build, plan_build
@@ -266,8 +268,10 @@ def activate(
     none: Annotated[bool, typer.Option("--none", help="Use the current environment again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """From now on uneven run, demo, bench and all other verbs that use torch run with this build, and say so.
-    For one call only: UNEVEN_TORCH=NAME uneven run ...; UNEVEN_TORCH=none leaves the active one out."""
+    """Use this build for uneven run, demo, bench and all other verbs that need torch.
+
+    For one call only: UNEVEN_TORCH=NAME uneven run ...; UNEVEN_TORCH=none uses the current environment.
+    """
     from uneven.install.builds import activate as make_active
 
     if (name is None) != none:
@@ -294,7 +298,7 @@ def remove(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete a build, or what an interrupted installation has left. Nothing but folders made by uneven is deleted."""
+    """Delete a build, or what an interrupted installation has left. Only folders made by uneven are deleted."""
     from uneven.install.builds import check_removable
     from uneven.install.builds import remove as delete
 

@@ -24,7 +24,7 @@ def build(
     docker: Annotated[bool, typer.Option("--docker", help="Print the command for a container, run nothing.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show all steps and estimates, and do nothing.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on where an earlier call stopped, or start over.")
+        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted build, or start over.")
     ] = True,
     keep_sources: Annotated[bool, typer.Option("--keep-sources", help="Keep sources and object files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,

@@ -9,11 +9,11 @@ import os
 from typing import NamedTuple
 
 NAME = "uneven"
-ABOUT = "Train one PyTorch model on hardware that does not match: samples by speed, bytes by memory, nobody waits."
+ABOUT = "Train one PyTorch model on devices of different speed: samples are divided by speed, bytes by memory."
 EXIT_CODES = (
     "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, "
     "130 stopped by Ctrl-C, 143 by SIGTERM, and saved. "
-    "Messages go to stderr; with --json stdout holds one JSON document, or nothing where there is no result."
+    "Messages go to stderr; with --json stdout holds one JSON document, or nothing if there is no result."
 )
 
 
@@ -37,18 +37,18 @@ VERBS: dict[str, tuple[Verb, ...]] = {
     BEGIN: (
         Verb("demo", "uneven.cli.demo:demo", "Train LeNet on 10,000 real digits on a fast and a slow device"),
         Verb("init", "uneven.cli.init:init", "Make a project that trains at once"),
-        Verb("plan", "uneven.cli.plan:plan", "Predict how this script would train on every subset of the devices"),
+        Verb("plan", "uneven.cli.plan:plan", "Predict the speed of your script with every policy"),
         Verb("simulate", "uneven.cli.simulate:simulate", "Simulate training on a cluster"),
     ),
     TRAIN: (
         Verb("run", "uneven.cli.run:run", "Run a script that uses uneven, in one process per device"),
         Verb("join", "uneven.cli.join:join", "Take part in a run that another machine leads"),
-        Verb("leave", "uneven.cli.leave:leave", "Let the ranks of this machine leave the run that they take part in"),
-        Verb("status", "uneven.cli.status:status", "Show the runs of yours that are on"),
+        Verb("leave", "uneven.cli.leave:leave", "Take the ranks of this machine out of a run"),
+        Verb("status", "uneven.cli.status:status", "Show your runs on this machine"),
         Verb("logs", "uneven.cli.logs:logs", "Print what the processes of a run have printed"),
         Verb("stop", "uneven.cli.stop:stop", "Stop a run, as Ctrl-C in its terminal does"),
-        Verb("preflight", "uneven.cli.preflight:preflight", "Check what a run needs, and train nothing"),
-        Verb("chaos", "uneven.cli.chaos:chaos", "Run a script and kill, stop or cut off its ranks meanwhile"),
+        Verb("preflight", "uneven.cli.preflight:preflight", "Check everything that a run needs"),
+        Verb("chaos", "uneven.cli.chaos:chaos", "Run a script and kill, stop or cut off its ranks"),
     ),
     RESULTS: (
         Verb("state", "uneven.cli.state:app", "Look into results and checkpoints, compare them, export the model"),
