@@ -279,6 +279,6 @@ def test_a_disk_that_a_script_finds_full_keeps_the_traceback(call: Call, folder:
 
 
 def test_the_codes_are_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     assert re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE) == ["0", "1", "2", "3", "130", "143"]
     assert all(f" {code} " in command_line.EXIT_CODES for code in (0, 1, 2, 3, 130, 143))

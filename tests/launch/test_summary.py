@@ -61,14 +61,14 @@ def test_several_machines_are_named_with_their_ranks() -> None:
 
 
 def test_an_undisturbed_run_is_put_beside_what_its_devices_do_alone() -> None:
-    assert "of what the devices do alone" in lines_of(CALM)
+    assert "(of the sum of the devices alone)" in lines_of(CALM)
 
 
 def test_a_disturbed_run_says_so_and_concludes_nothing() -> None:
     lines = lines_of(replace(CALM, stolen_s=5.0))
     assert "Disturbed: the hypervisor took 22% of the CPU time. Do not compare this speed with another." in lines
     assert "trained 32 samples" in lines
-    assert "of what the devices do alone" not in lines
+    assert "(of the sum of the devices alone)" not in lines
 
 
 def test_a_generation_of_ranks_is_no_resumed_run() -> None:

@@ -98,10 +98,10 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
         user_s = account.seconds["user"]
         outside_s = account.wall_s - account.training_s - user_s
-        own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
+        own_code = f", your own code {user_s:.1f} s" if user_s >= 0.05 else ""
         own = state.rank_samples[lane.rank]
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
-        outside = f"outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
+        outside = f"not counted: setup, compile, evaluation {outside_s:.1f} s{own_code}"
         lines.append(f"  {timeline.name(lane)}: {share}{spent}; {outside}")
     lines += describe_cold_starts(cold_starts(timeline)) + describe_links(machine_links(timeline))
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
@@ -109,7 +109,7 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         lines.append(f"  {interference.describe()} Do not compare this speed with another.")
     elif alone and speed:
         lines.append(
-            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
-            "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"
+            f"  efficiency ~{speed / sum(alone):.2f} (of the sum of the devices alone), ~{speed / max(alone):.2f} times "
+            "the fastest device; estimated from the warm-up, 'uneven bench efficiency' measures it"
         )
     return lines

@@ -67,7 +67,7 @@ def _check_endless(task: Task, config: RunConfig) -> None:
         )
     if config.drop_last:
         raise InputError(
-            f"drop_last=True: dataset {name} has no length, so nobody knows which step is the last before it is read; "
+            f"drop_last=True: dataset {name} has no length, so its last step is not known beforehand; "
             "leave drop_last out, or give the data set a __len__"
         )
     if config.replay is not None:

@@ -179,7 +179,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             if place in self._without_graph:
                 raise InputError(
                     f"strategy='fsdp': a checkpoint with use_reentrant=True recomputes {self._units[place].name}, "
-                    "whose params are not here then; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    "whose params are gone then; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             # Where the checkpoint goes on behind the unit, no gradient has asked for its params yet.
             self._pre_backward(place)
@@ -232,7 +232,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         if torch.is_grad_enabled() or self._is_over:
             raise InputError(
                 "strategy='fsdp': a forward has one backward, and none with create_graph=True (torch.autograd.grad in "
-                "the loss, as in a gradient penalty): params are not here for another one; use strategy='zero2'"
+                "the loss, as in a gradient penalty): params are gathered for one only; use strategy='zero2'"
             )
         self._pre_backward(place)
 

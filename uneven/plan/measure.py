@@ -137,7 +137,7 @@ def _refuse(task: Task, config: RunConfig) -> None:
 
 def _stream(task: Task) -> str:
     return (
-        f"dataset {type(task.dataset).__name__} is a stream without length: nobody knows how long an epoch takes; "
+        f"dataset {type(task.dataset).__name__} is a stream without length, so its epochs have no known length; "
         "give it a __len__, or compare policies on a part of it: uneven bench policies train.py"
     )
 

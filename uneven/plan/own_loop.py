@@ -95,7 +95,7 @@ def probe_script(
     local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
     axis = make_axis(make_order(task, config), config, len(devices))
     if isinstance(axis, StreamAxis):
-        raise InputError("a stream without length: nobody knows how long an epoch of it takes; give it a __len__")
+        raise InputError("a stream without length has no epoch whose time could be predicted; give it a __len__")
     began = time.perf_counter()
 
     def run(names: tuple[Device, ...], policy: str, share: float) -> Stretch:

@@ -163,7 +163,9 @@ class Job:
             if given is not None and len(given) != len(cluster.ranks):
                 raise InputError(f"{name}={given} must have one entry for each of the {len(cluster.ranks)} ranks")
             if given is not None and cluster.joins_per_hour:
-                raise InputError(f"{name}={given} with joins_per_hour: nobody knows those of a rank that joins")
+                raise InputError(
+                    f"{name}={given} with joins_per_hour: a rank that joins has none; leave one of them out"
+                )
 
     def shares_of(self, ranks: Sequence[int]) -> tuple[float, ...] | None:
         """The fixed shares of those that are left; None where none are fixed, or only ranks without samples remain."""

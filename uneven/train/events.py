@@ -70,7 +70,7 @@ def describe_guard(fields: Mapping[str, Any], before: float) -> str:
 def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
     return (
         f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
-        "over devices damps each one's steps; lr_scale=1.0 turns this off"
+        "over devices makes steps smaller; lr_scale=1.0 turns this off"
     )
 
 

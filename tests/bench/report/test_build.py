@@ -288,7 +288,7 @@ def test_an_impossible_estimate_is_doubted_and_every_column_has_its_head(tmp_pat
     make_run(tmp_path, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
     make_run(tmp_path, "lenet", "cpu-async", 0, 0.97, 2000.0, sample_shares=[0.7, 0.3])
     text = render_markdown(build_report(tmp_path))
-    assert "Doubtful: ~1.43 of what the devices do alone cannot be" in text
+    assert "Doubtful: an efficiency of ~1.43 is impossible" in text
     assert "| mode | busy | samples | rounds |" in text
     assert "| cpu-async | 75%, 75% | 70:30 | 2 |" in text
 

@@ -114,7 +114,7 @@ def _model(model: ModelReport) -> Section:
     most = max((row.efficiency or 0.0 for row in estimates), default=0.0)
     if most > IMPOSSIBLE:
         blocks.append(
-            f"Doubtful: ~{most:.2f} of what the devices do alone cannot be. Other programs may have had the cores "
+            f"Doubtful: an efficiency of ~{most:.2f} is impossible. Other programs may have used the cores "
             "during some runs; repeat them on an idle machine, or measure by pairs (--efficiency)."
         )
     batches = sorted({row.efficiency_batch for row in model.rows if row.efficiency_batch is not None})
