@@ -109,7 +109,7 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         lines.append(f"  {interference.describe()} Do not compare this speed with another.")
     elif alone and speed:
         lines.append(
-            f"  efficiency ~{speed / sum(alone):.2f} (of the sum of the devices alone), ~{speed / max(alone):.2f} times "
-            "the fastest device; estimated from the warm-up, 'uneven bench efficiency' measures it"
+            f"  efficiency ~{speed / sum(alone):.2f} (of the sum of the devices alone), ~{speed / max(alone):.2f} "
+            "times the fastest device; estimated from the warm-up, 'uneven bench efficiency' measures it"
         )
     return lines
