@@ -179,7 +179,7 @@ def test_an_instance_of_other_params_is_refused() -> None:
 
     (error,) = on_ranks_catching(1, rank)
     assert "holds 6 of 6 params that are not the model's" in str(error)
-    assert "parameters() of the very model" in str(error)
+    assert "parameters() of the model" in str(error)
 
 
 class Pair(nn.Module):

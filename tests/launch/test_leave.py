@@ -108,7 +108,7 @@ def test_the_command_prints_what_was_handed_in_or_why_not(
     assert "rank 1 has handed in 5 samples" in err
     code, out, err = call({"refused": "it is a loop of your own"}, "--rank", "1")
     assert (code, out) == (1, "")
-    assert f"nobody leaves run {os.getpid()} (train.py): it is a loop of your own" in err
+    assert f"cannot leave run {os.getpid()} (train.py): it is a loop of your own" in err
 
 
 def test_ranks_of_an_engine_cannot_leave_and_it_says_why(tmp_path: Path) -> None:

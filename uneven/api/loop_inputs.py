@@ -90,7 +90,7 @@ def check_params(module: nn.Module, optimizer: Optimizer, what: str) -> None:
     if foreign:
         raise InputError(
             f"{what}={type(optimizer).__name__}(...) holds {len(foreign)} of {len(held)} params that are not the "
-            f"model's (the first has shape {tuple(foreign[0].shape)}): make it from the parameters() of the very "
+            f"model's (the first has shape {tuple(foreign[0].shape)}): make it from the parameters() of the "
             "model that is given, after every change of the model"
         )
     if not any(param.requires_grad for param in held):

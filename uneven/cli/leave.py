@@ -54,5 +54,5 @@ def leave(
     if as_json:
         print(json.dumps({"run": chosen.pid, "script": chosen.about.get("script"), **answer}, indent=2))
     if "refused" in answer:
-        raise RankError(f"nobody leaves run {chosen.name}: {answer['refused']}")
+        raise RankError(f"cannot leave run {chosen.name}: {answer['refused']}")
     print(f"uneven: {answer['left']}", file=sys.stderr)

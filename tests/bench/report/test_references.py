@@ -304,7 +304,7 @@ def test_runs_of_other_settings_are_not_held_against_each_other(tmp_path: Path) 
     lenet(tmp_path, "solo-0", 0.99)
     lenet(tmp_path, "cpu-async", 0.99, 1300.0, epochs=10)
     (fault,) = judged(tmp_path)["cpu-async"].faults
-    assert fault == "epochs 10, solo-0 has 5: they cannot be held against each other"
+    assert fault == "epochs 10, solo-0 has 5: they cannot be compared"
     make_run(tmp_path, "lenet", "cpu-async", 1, 0.99, 1300.0, epochs=5)
     assert "its runs differ in epochs: 10, 5" in judged(tmp_path)["cpu-async"].faults
 

@@ -58,8 +58,7 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
     """InputError where a fault names a rank that the run does not have, or there is nobody to go on."""
     if ranks < 2:
         raise InputError(
-            "the run has one rank: nobody is left to go on when a fault happens to it; name two devices or more, as in "
-            "--devices cpu,cpu"
+            "the run has one rank, so none could go on after a fault; name two devices or more, as in --devices cpu,cpu"
         )
     for fault in faults:
         if fault.rank >= ranks:

@@ -162,7 +162,7 @@ def _differences(runs: Sequence[RunRecord], reference: tuple[str, RunRecord] | N
         mode, other = reference
         theirs = _settings(other)
         found += [
-            f"{name} {first[name]}, {mode} has {theirs[name]}: they cannot be held against each other"
+            f"{name} {first[name]}, {mode} has {theirs[name]}: they cannot be compared"
             for name in COMPARED
             if first[name] != theirs[name]
         ]
