@@ -16,20 +16,20 @@ from uneven.cli.verbs import all_verbs
 
 HEAD = """# JSON of every verb
 
-With `--json` a verb prints one JSON document to stdout and nothing else; messages and progress go to stderr. Where
-something fails there is no document: stdout is empty, the message is on stderr, and the
-[exit code](cli.md#exit-codes) says what kind of failure it is. Verbs whose result is a verdict print their document in
-both cases and tell by the exit code: `config check` (2), `bench check`, `state diff` and `chaos` (1), `diagnose` (3).
-`run` prints it for a run that was stopped, too (130, 143).
+With `--json` a verb prints one JSON document to stdout and nothing else; messages and progress go to stderr. If a verb
+fails, stdout is empty, the message is on stderr, and the [exit code](cli.md#exit-codes) says what kind of failure it
+is. Verbs whose result is a verdict always print their document, and the exit code says whether all is well: `config
+check` (2), `bench check`, `state diff` and `chaos` (1), `diagnose` (3). `run` also prints it for a run that was stopped
+(130, 143).
 
     uneven run train.py --devices cpu,cpu@0.4 --json | jq '.runs[0].metrics'
     uneven devices --json | jq -r '.devices[].device'
 
-The page is made from the schemas in `uneven/cli/schemas.py` by `tools/json_page.py`; tests hold real outputs against
-them. New keys may be added; one that is here keeps its name and type. Types: text, number, whole (a whole number),
-bool, object (with keys of its own), any, list of a type. "or null" says that there may be none; "may be absent" that
-the key is there only where it has something to say. `[]` stands for each entry of a list, `*` for any key. A metric
-that is NaN or infinite is null: JSON has no such numbers.
+`tools/json_page.py` makes this page from the schemas in `uneven/cli/schemas.py`; tests compare real outputs with them.
+New keys may be added; existing keys keep their names and types. Types: text, number, whole (a whole number), bool,
+object (with keys that vary), any, list of a type. "or null" means that the value may be null, "may be absent" that the
+key may be missing. `[]` stands for each entry of a list, `*` for any key. A metric that is NaN or infinite is null,
+because JSON has no such numbers.
 """
 
 
@@ -61,8 +61,10 @@ def _rows(schema: Any, place: str) -> Iterator[tuple[str, str]]:
         for key, entry in schema.items():
             where = f"{place}.{key.removesuffix('?')}".lstrip(".")
             rows = list(_rows(entry, where))
-            if key.endswith("?") and key != "*":
-                rows[0] = (rows[0][0], f"{rows[0][1]}, may be absent")
+            if key.endswith("?"):
+                is_leaf = len(rows) == 1 and rows[0][0] == where
+                kind = rows[0][1] if is_leaf else "list" if isinstance(entry, list) else "object"
+                rows = [(where, f"{kind}, may be absent"), *rows[is_leaf:]]
             yield from rows
     else:
         yield place, _words(schema)
