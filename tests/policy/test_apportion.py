@@ -18,20 +18,6 @@ def test_nobody_is_off_by_a_whole_unit_and_nothing_is_lost(total: int, shares: l
         assert share > 0 or count == 0
 
 
-@given(st.integers(0, 10_000), SHARES, st.integers(0, 20), st.integers(1, 16))
-def test_least_amounts_and_whole_units_hold(total: int, shares: list[float], minimum: int, multiple: int) -> None:
-    takers = sum(share > 0 for share in shares)
-    least = -(-minimum // multiple) * multiple
-    if least * takers > total // multiple * multiple:
-        with pytest.raises(ValueError, match="too little"):
-            apportion(total, shares, minimum=minimum, multiple=multiple)
-        return
-    counts = apportion(total, shares, minimum=minimum, multiple=multiple)
-    assert sum(counts) == total
-    assert all(count >= least if share > 0 else count == 0 for count, share in zip(counts, shares, strict=True))
-    assert sum(count % multiple != 0 for count in counts) <= 1
-
-
 @given(st.integers(1, 1000), SHARES)
 def test_a_larger_share_never_gets_less(total: int, shares: list[float]) -> None:
     counts = apportion(total, shares)

@@ -12,7 +12,7 @@ from tests.forked import run_forked
 from uneven.cli.init import TEMPLATE_HELP
 from uneven.config import find_run_file, from_outside, resolve_sources
 from uneven.templates.machine import read_machine
-from uneven.templates.project import DEFAULT, TEMPLATES, make_files, write_project
+from uneven.templates.project import TEMPLATES, make_files, write_project
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -75,16 +75,15 @@ def resolve_all(project: Path) -> dict[str, object]:
     return from_outside(resolve_sources(file=project / "run.toml"))
 
 
-def test_the_help_names_every_template_and_the_default() -> None:
+def test_the_help_names_every_template() -> None:
     assert all(name in TEMPLATE_HELP for name in TEMPLATES)
-    assert DEFAULT == "vision"
 
 
 def test_make_works_with_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
     make = shutil.which("make")
     if make is None:
         pytest.skip("needs make")
-    write_project(tmp_path / "demo", make_files("demo", DEFAULT, read_machine()))
+    write_project(tmp_path / "demo", make_files("demo", "vision", read_machine()))
     python = tmp_path / "my env" / "python"
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho called: "$@"\n')

@@ -167,11 +167,9 @@ def _read_numbers(text: str) -> list[int]:
 def _show_curve(
     cluster: "Cluster", job: "Job", policies: "list[Policy]", numbers: list[int], hours: float, as_json: bool
 ) -> None:
-    from uneven.simulate.curve import resized
-
     rows = []
     for ranks in numbers:
-        many = resized(cluster, ranks)
+        many = cluster.resized(ranks)
         rows += [(ranks, _simulate_one(many, job, policy, hours)) for policy in policies]
     if as_json:
         points = [{"ranks": ranks, **_result_json(one)} for ranks, one in rows]

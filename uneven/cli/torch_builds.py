@@ -197,7 +197,7 @@ def install(
     free = check_space(plan)
     _say(f"{plan.name}: {plan.torch} into {plan.folder}; {_sizes(plan)}; {_size(free)} free")
     _confirm("install it?", yes)
-    with _interruption_told("the same command goes on"):
+    with _interruption_told():
         build = make_build(plan, _say)
     if use:
         make_active(build.name)
@@ -254,11 +254,11 @@ def ask(question: str) -> bool:
 
 
 @contextmanager
-def _interruption_told(how: str) -> Iterator[None]:
+def _interruption_told() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated):
-        _say(f"uneven: stopped; {how}")
+        _say("uneven: stopped; the same command goes on")
         raise
 
 

@@ -129,7 +129,6 @@ class HierarchicalGroup:
         self.rank, self.world_size, self.generation = formed.rank, len(formed.machines), formed.world.generation
         self.machines = list(formed.machines)  # of the ranks: the order of sums, which a replay must have
         self.traffic = Traffic()
-        self.network_traffic = Traffic() if network is None else network.traffic  # what this rank has on the network
         self._formed, self._up, self._down, self._network = formed, up, down, network
         self._queue: deque[_Collective] = deque()
         self._error: Exception | None = None

@@ -59,15 +59,6 @@ class SharedMemoryGroup:
     def new_group(self) -> Group:
         return self._formed.form()
 
-    def replace_segment(self) -> None:
-        """Go on in new memory, which nobody who holds this group notices. On all ranks at once, between collectives."""
-        found = self._formed.form()
-        if not isinstance(found, SharedMemoryGroup):
-            raise RuntimeError("the shared memory cannot be replaced: this machine has none left")
-        self._formed.exchanges.remove(self._exchange)
-        self._exchange.close()
-        self._exchange = found._exchange
-
     def claim(self, count: int) -> int:
         return self._gloo.claim(count)
 

@@ -8,7 +8,7 @@ chosen by the route to a machine that was reached.
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from uneven.hardware.network import Interface, default_route, likely_interface, read_interfaces
 
@@ -62,29 +62,24 @@ def interface_with(address: str, interfaces: Sequence[Interface]) -> Interface |
     return next((interface for interface in interfaces if address in interface.addresses), None)
 
 
-def own_name_resolves_to(hostname: str | None = None) -> str:
+def own_name_resolves_to() -> str:
     """Where this machine's own name leads: 'nowhere', or an address, which Gloo would advertise."""
-    addresses = resolve(hostname or socket.gethostname())
+    addresses = resolve(socket.gethostname())
     return addresses[0] if addresses else "nowhere"
 
 
-def outward_address(
-    peers: Sequence[str] = (),
-    interfaces: Sequence[Interface] | None = None,
-    route: str | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> str | None:
+def outward_address(peers: Sequence[str] = ()) -> str | None:
     """The address at which other machines reach this one: on the way to one of `peers`, else of the likely interface.
 
     `peers` are names or addresses of other machines. None where only loopback is up.
     """
-    interfaces = read_interfaces() if interfaces is None else interfaces
-    if not environ.get("GLOO_SOCKET_IFNAME"):
+    interfaces = read_interfaces()
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
         for address in (address for peer in peers for address in resolve(peer)):
             source = None if is_loopback(address) else source_address(address)
             if source is not None and not is_loopback(source):
                 return source
-    name, _ = likely_interface(interfaces, route or default_route(), environ)
+    name, _ = likely_interface(interfaces, default_route(), os.environ)
     name = (name or "").split(",")[0].lstrip("=")
     found = next((interface for interface in interfaces if interface.name == name), None)
     if found is None or found.kind == "loopback" or not found.addresses:

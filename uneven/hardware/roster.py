@@ -22,8 +22,8 @@ class Roster:
         assert tuple(dict.fromkeys(self.machines)) == tuple(range(len(self.hosts))), "numbered by their first rank"
 
     @classmethod
-    def on_one_machine(cls, devices: Sequence[Device], host: str = "localhost") -> "Roster":
-        return cls(tuple(devices), (0,) * len(devices), (host,))
+    def on_one_machine(cls, devices: Sequence[Device]) -> "Roster":
+        return cls(tuple(devices), (0,) * len(devices), ("localhost",))
 
     @property
     def is_one_machine(self) -> bool:

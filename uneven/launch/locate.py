@@ -9,7 +9,6 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from uneven.comm.store import TCPStore, open_store
@@ -29,16 +28,11 @@ def warn(line: str) -> None:
     print(f"uneven: {line}", file=sys.stderr, flush=True)
 
 
-def locate_store(
-    environment: LaunchEnvironment,
-    limit_s: float = REACH_S,
-    say: Callable[[str], None] = warn,
-    clock: Callable[[], float] = time.monotonic,
-) -> LaunchEnvironment:
+def locate_store(environment: LaunchEnvironment, limit_s: float = REACH_S) -> LaunchEnvironment:
     """The same with the numeric address of a store that answers. InputError or MachineError where there is none."""
     if environment.hosts_store:
         return replace(environment, host=_host(environment))
-    begin, has_said = clock(), False
+    begin, has_said = time.monotonic(), False
     while True:
         targets = store_addresses(environment)
         failures = []
@@ -47,7 +41,7 @@ def locate_store(
             if failure is None:
                 return replace(environment, host=address)
             failures.append(f"{address}: {failure}")
-        waited_s = clock() - begin
+        waited_s = time.monotonic() - begin
         if not targets and not (environment.is_kubernetes and waited_s < limit_s):
             raise InputError(_unknown(environment))
         if waited_s > limit_s:
@@ -59,7 +53,7 @@ def locate_store(
         if waited_s > PATIENCE_S and not has_said:
             has_said = True
             where = "; ".join(failures) or "its name is not known yet"
-            say(f"rank {environment.rank} waits for rank 0's store, port {environment.port} ({where})")
+            warn(f"rank {environment.rank} waits for rank 0's store, port {environment.port} ({where})")
         time.sleep(PAUSE_S)
 
 

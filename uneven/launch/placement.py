@@ -6,7 +6,7 @@ process, `take_cores` pins it. Used by launch/context.py.
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def machine_identity(root: Path = Path("/")) -> str:
     return "/".join([boot or socket.gethostname(), network, memory])
 
 
-def read_facts(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> Facts:
+def read_facts(environment: LaunchEnvironment) -> Facts:
     """What the other ranks need to know of this one; `environment` has the numeric address of the store."""
     build = read_torch()
     visible = read_visible(build, read_gpus())
@@ -54,7 +54,7 @@ def read_facts(environment: LaunchEnvironment, environ: Mapping[str, str] = os.e
         "name": own_name_resolves_to(),
         "gpus": [[gpu.index, gpu.uuid or str(gpu.index)] for gpu in usable],
         "cores": list(available_cores()),
-        "gloo": environ.get("GLOO_SOCKET_IFNAME", ""),
+        "gloo": os.environ.get("GLOO_SOCKET_IFNAME", ""),
     }
 
 

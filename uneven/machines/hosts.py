@@ -53,9 +53,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return tuple(_read_host(entry, f"--hosts {path}, entry {number}") for number, entry in enumerate(entries, 1))
 
 
-def join_command(host: Host, place: str, ssh: str, python: str | None = None) -> list[str]:
+def join_command(host: Host, place: str, ssh: str) -> list[str]:
     """What starts `uneven join` there; the token is read from stdin."""
-    words = [python or host.python, "-m", "uneven", "join", place, "--token-file", "-"]
+    words = [host.python, "-m", "uneven", "join", place, "--token-file", "-"]
     words += ["--devices", host.devices] if host.devices else []
     words += ["--allow-ship"] if host.allow_ship else []
     remote = f"exec {shlex.join(words)}"

@@ -168,23 +168,6 @@ def judge(peers: Sequence[Peer], reports: Sequence[Mapping[str, Any]], skip: Col
     return [difference for difference in found if difference.check not in skip]
 
 
-def describe(peers: Sequence[Peer], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One table: a row per direction, with round trip, jitter, bandwidth and the other's clock."""
-    rows = [("from", "to", "round trip", "jitter", "bandwidth", "clock")]
-    for report in reports:
-        for link in report["links"]:
-            names = (peers[report["machine"]].host, peers[link["to"]].host)
-            if link.get("error"):
-                rows.append((*names, str(link["error"]), "", "", ""))
-                continue
-            rate = link.get("bytes_per_s")
-            times = (f"{link['round_trip_s'] * 1e3:.2f} ms", f"{link['jitter_s'] * 1e3:.2f} ms")
-            clock = f"{link['clock_s'] * 1e3:+.1f} ms +- {link['clock_error_s'] * 1e3:.1f}"
-            rows.append((*names, *times, "?" if rate is None else describe_rate(rate), clock))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def describe_rate(bytes_per_s: float) -> str:
     mbit = bytes_per_s * 8 / 1e6
     return f"{mbit / 1000:.1f} Gbit/s" if mbit >= 1000 else f"{mbit:.0f} Mbit/s"

@@ -24,17 +24,13 @@ class Forecast:
     best: float
     subset: tuple[int, ...]
 
-    @property
-    def pays(self) -> bool:
-        return self.together >= WORTH_IT * self.best_single
 
-
-def forecast(costs: Sequence[Cost], samples: int, sum_ms: float, least: int = 1) -> Forecast:
+def forecast(costs: Sequence[Cost], samples: int, sum_ms: float) -> Forecast:
     """For the exact policies: every step sums gradients, which takes `sum_ms`; a single rank does not sum."""
 
     def speed(ranks: tuple[int, ...]) -> float:
         chosen = [costs[rank] for rank in ranks]
-        step_ms = finish_ms(chosen, equal_finish(chosen, samples, least=least))
+        step_ms = finish_ms(chosen, equal_finish(chosen, samples))
         return 1e3 * samples / (step_ms + (sum_ms if len(ranks) > 1 else 0.0))
 
     return _best(len(costs), speed)

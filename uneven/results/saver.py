@@ -111,10 +111,6 @@ class Saver:
             self._taken.wait()
 
     @property
-    def is_saving(self) -> bool:
-        return not self._idle.is_set()
-
-    @property
     def is_closing(self) -> bool:
         return self._closing.is_set()
 

@@ -5,7 +5,7 @@ measured, tests write it down. The engine changes none of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import Literal
 
@@ -62,10 +62,6 @@ class Link:
         if not self.delay_ms >= 0.0:
             raise InputError(f"delay_ms={self.delay_ms} of a link must be 0 or more")
 
-    def send_ms(self, size: float) -> float:
-        """Of one message with so many bytes."""
-        return self.delay_ms + size / (1e3 * self.rate_mb_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -104,6 +100,23 @@ class Cluster:
     def speed(self, batch_size: int) -> float:
         """The sum of all ranks' speeds alone, in samples per second."""
         return fsum(kind.speed(batch_size) for kind in self.ranks)
+
+    def resized(self, ranks: int) -> "Cluster":
+        """So many ranks in the same mix of kinds, on machines as full as these are on the mean.
+
+        Failures, joins and slowdowns are as frequent per rank.
+        """
+        have = len(self.ranks)
+        per_machine = max(1, round(have / len(set(self.machines))))
+        return replace(
+            self,
+            ranks=tuple(self.ranks[rank * have // ranks] for rank in range(ranks)),
+            machines=tuple(rank // per_machine for rank in range(ranks)),
+            between=self.between or (self.inside if ranks > per_machine else None),
+            failures_per_hour=self.failures_per_hour * ranks / have,
+            joins_per_hour=self.joins_per_hour * ranks / have,
+            slowdowns_per_hour=self.slowdowns_per_hour * ranks / have,
+        )
 
 
 @dataclass(frozen=True, slots=True)

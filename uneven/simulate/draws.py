@@ -26,9 +26,6 @@ class Draws:
     def __init__(self, seed: int, name: str) -> None:
         self._random = random.Random(f"{seed} {name}").random
 
-    def normal(self) -> float:
-        return _TABLE[int(_SIZE * self._random())]
-
     def normals(self, count: int) -> list[float]:
         uniform, table = self._random, _TABLE
         return [table[int(_SIZE * uniform())] for _ in range(count)]

@@ -45,11 +45,6 @@ class Members:
         return [member for member in self.all if not member.is_lost]
 
     @property
-    def is_calm(self) -> bool:
-        """Nothing ever happens."""
-        return not any(self._rates.values())
-
-    @property
     def next_s(self) -> float:
         """When the next thing happens."""
         return min([*self._next_s.values(), *(at_s for at_s, _ in self._recoveries)])

@@ -2,8 +2,7 @@
 
 Between the sum and the update the host cannot look at anything. So the device decides whether the step is finite, by
 the checks of all ranks that ride in the sum, and what a rank tells the others about itself is written before the
-launch. The last node of a graph counts the steps that were applied: `steps_applied` tells the number while the device
-still waits for a peer, or after a fault.
+launch. The last node of a graph counts the steps that were applied, which the host compares with its own count.
 
 [Note: captured together] NCCL wants a collective to be captured on all ranks or on none, and launched from graphs that
 were captured together. Hence each decision (replay or not, which graph, what to capture or to drop) depends only on
@@ -139,17 +138,6 @@ class WholeStep:
     def times(self) -> Times:
         """Of the last step."""
         return self._moments.read()
-
-    def steps_applied(self) -> int:
-        """How many steps the device has applied; also while a step waits for a peer that does not come."""
-        if not self._applied.is_cuda:
-            return int(self._applied)
-        found = torch.empty((), dtype=torch.int64, pin_memory=True)
-        side = torch.cuda.Stream(self._applied.device)  # one that waits for nothing
-        with torch.cuda.stream(side):
-            found.copy_(self._applied, non_blocking=True)
-        side.synchronize()
-        return int(found)
 
     def capture(self, key: Key, inputs: InputMicros, slot_samples: int) -> None:
         """Capture such a step; a collective, inside `no_trace(..., keep_optimizer_tensors=True)`.

@@ -54,7 +54,6 @@ TEMPLATES = {
         "Return your own tensors in `make_data`, or pass any data set or `DataLoader` to `fit`.",
     ),
 }
-DEFAULT = "vision"
 
 
 def read_name(folder: Path) -> str:

@@ -143,15 +143,15 @@ def add_tooltip(fig: figure, renderers: Sequence[Drawn], tooltip: str) -> None:
 
 def mark_epochs(fig: figure, epochs: Epochs) -> None:
     """Draw a line at the end of every epoch; of many epochs only every second, fifth, tenth ..."""
-    times_s = list(thin_epochs(epochs, EPOCH_LINES).values())
+    times_s = list(thin_epochs(epochs).values())
     lines = fig.vspan(x="x", source=source({"x": times_s}), line_width=1, line_dash=[2, 3], level="underlay")
     paint(lines, f"{fig.name}-epochs", "epoch")
 
 
-def thin_epochs(epochs: Epochs, limit: int) -> dict[int, float]:
-    """At most `limit` epochs: the multiples of the smallest of 1, 2, 5, 10, 20, 50 ... that gives so few."""
+def thin_epochs(epochs: Epochs) -> dict[int, float]:
+    """At most EPOCH_LINES epochs: the multiples of the smallest of 1, 2, 5, 10, 20, 50 ... that gives so few."""
     steps = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
-    step = next(step for step in steps if len(epochs) // step <= limit)
+    step = next(step for step in steps if len(epochs) // step <= EPOCH_LINES)
     return {number: time_s for number, time_s in epochs.items() if number % step == 0}
 
 

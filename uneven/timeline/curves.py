@@ -177,10 +177,10 @@ def _draw_metric(chart: Chart, place: int, name: str, xs: Sequence[float], point
     chart.keys.append(Key(label, names, colour, dash))
 
 
-def _events_of_first_rank(timeline: Timeline, kind: str | None = None) -> list[Event]:
+def _events_of_first_rank(timeline: Timeline) -> list[Event]:
     """The events of the first rank that has any. That is enough, since all ranks take the same decisions."""
     first = min((event.rank for event in timeline.events), default=0)
-    return [event for event in timeline.events if event.rank == first and kind in (None, event.kind)]
+    return [event for event in timeline.events if event.rank == first]
 
 
 def _planned_shares(event: Event) -> list[float]:

@@ -9,7 +9,6 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.plotting import figure
 
 from uneven.timeline.charts import (
-    EPOCH_LINES,
     FONT,
     Chart,
     Epochs,
@@ -100,7 +99,7 @@ def lane_label(lane: Lane) -> str:
 
 def _label_epochs(fig: figure, epochs: Epochs, top: float) -> None:
     """A label for every line that is drawn; page.js shows those that do not overlap at the present width and zoom."""
-    shown = thin_epochs(epochs, EPOCH_LINES)
+    shown = thin_epochs(epochs)
     columns = {
         "x": list(shown.values()),
         "y": [top] * len(shown),
