@@ -4,14 +4,13 @@ Made by api/loop.py; every epoch's end and the end of the run collect what was l
 log different names, and a rank without samples none, so what travels is text and not a row of numbers.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.config import ENTRY_KEYS
 from uneven.errors import InputError
@@ -63,11 +62,11 @@ class EpochLog:
         """The means of an epoch that ends here; new numbers of earlier ones go into their entries. A collective."""
         self.keep()
         own = {e: {n: [float(total), weight] for n, (total, weight) in v.items()} for e, v in self._new.items()}
-        texts = [json.dumps(own).encode()] if group.world_size == 1 else gather_bytes(group, json.dumps(own).encode())
+        rows = [own] if group.world_size == 1 else gather_json(group, own)
         self._new, self.collected = {}, self.collected + 1
         changed, self._taken = self._taken, set()
-        for text in texts:
-            for key, values in json.loads(text).items():
+        for row in rows:
+            for key, values in row.items():
                 changed.add(int(key))
                 for name, (total, weight) in values.items():
                     entry = self._totals.setdefault(int(key), {}).setdefault(name, [0.0, 0.0])

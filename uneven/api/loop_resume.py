@@ -5,12 +5,11 @@ epoch: `ddp.log` and `ddp.scheduler_step`. What the checkpoint contains already 
 an epoch's end is taken before the user's code after that epoch, which then counts for the first time.
 """
 
-import json
 from typing import Any
 
 from uneven.api.epoch_log import EpochLog
 from uneven.api.loop_leave import LoopLeaving
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.errors import InputError
 from uneven.results.state import TrainedState
 from uneven.train.resume import Resumed, find_end
@@ -98,7 +97,7 @@ class LoopResume:
         worker = self._worker
         assert worker.synchronizer is not None, "saved after round 0"
         self._log.collect(worker.group, worker.history)
-        calls = [json.loads(text) for text in gather_bytes(worker.group, json.dumps(self.calls).encode())]
+        calls = gather_json(worker.group, self.calls)
         return {"calls": calls, "log": self._log.state_dict(), "is_between": is_between}
 
 

@@ -9,14 +9,12 @@ the others. [Note: one call ahead] A rank can be one collective ahead of another
 ranks exchange something between epochs it is enough to know how many are done, and the result of the last.
 """
 
-import json
-
 import torch
 
 from uneven.api.batch_steps import BatchSteps
 from uneven.api.epoch_log import EpochLog
 from uneven.api.loop_resume import Calls, LoopResume
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.errors import GroupLostError
 from uneven.train.worker import Worker
@@ -89,7 +87,7 @@ class LoopSurvival:
             "calls": [self._resume.asked, self._resume.calls],
             "started": self.started,
         }
-        rows = [json.loads(data) for data in gather_bytes(group, json.dumps(own).encode())]
+        rows = gather_json(group, own)
         self._log.catch_up(*max((row["log"] for row in rows), key=lambda log: int(log[0])))
         self.metrics, self.metric = max(row["metric"] for row in rows)
         self.started = max(row["started"] for row in rows)

@@ -1,11 +1,13 @@
-"""All-gather of bytes, rows of numbers and checksums on the host, built from all-reduce.
+"""All-gather of bytes, JSON, rows of numbers and checksums on the host, built from all-reduce.
 
 Each rank fills its own range of a zeroed buffer, and the sum over ranks fills in the others. Used for statistics,
 states and comparisons; for shards of tensors see collectives.py.
 """
 
+import json
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,17 @@ def gather_bytes(group: Group, data: bytes) -> list[bytes]:
     if len(whole):
         group.all_reduce(whole).wait()
     return [part.numpy().tobytes() for part in whole.split(sizes)]
+
+
+def gather_json(group: Group, value: Any) -> list[Any]:
+    """Each rank's value, in rank order, as JSON gives it back: tuples are lists then, and all keys are text."""
+    return [json.loads(data) for data in gather_bytes(group, json.dumps(value).encode())]
+
+
+def broadcast_json(group: Group, value: Any, owner: int = 0) -> Any:
+    """The owner's value on every rank, as JSON gives it back; what the others pass does not count."""
+    own = json.dumps(value).encode() if group.rank == owner else b""
+    return json.loads(gather_bytes(group, own)[owner])
 
 
 def own_row(group: Group, row: Sequence[float]) -> Tensor:

@@ -6,7 +6,6 @@ since the last step is handed down, and what the inner one changed comes up. Han
 optimizer's own numbers at every step (params ended 2e-2 off).
 """
 
-import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.errors import InputError
 
@@ -51,7 +50,7 @@ class GroupSettings:
         distance, then differs: InputError on every rank. A rank without params in a group takes the others' numbers.
         """
         own = [_numbers(settings) if settings[PARAMS] else None for settings in self._inner]
-        by_rank = [json.loads(text) for text in gather_bytes(group, json.dumps(own).encode())]
+        by_rank = gather_json(group, own)
         for place, settings in enumerate(self._inner):
             held = [(rank, numbers[place]) for rank, numbers in enumerate(by_rank) if numbers[place] is not None]
             for key in dict.fromkeys(key for _, numbers in held for key in numbers):

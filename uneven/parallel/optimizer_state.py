@@ -5,14 +5,13 @@ to the whole param, and every rank that owns a shard of the param holds the same
 preconditioners, as Shampoo has it. Nothing is pickled: layouts travel as JSON, tensors by collectives.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.errors import InputError
 from uneven.parallel.flat_shards import Shard, flat_memory
@@ -54,7 +53,7 @@ def gather_state(
         for place, found in found_at.items()
         if found
     }
-    by_rank = [json.loads(text) for text in gather_bytes(group, json.dumps(layouts).encode())]
+    by_rank = gather_json(group, layouts)
     full_state: dict[int, dict[str, Any]] = {}
     for place, param in enumerate(params):
         owners = [rank for rank, theirs in enumerate(by_rank) if str(place) in theirs]

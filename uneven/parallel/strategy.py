@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.fingerprint import describe_tensors, refuse_differences
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.errors import InputError
 
@@ -138,7 +138,7 @@ def _check_same_model(model: nn.Module, group: Group) -> None:
     params = list(model.named_parameters())
     trained = [f"{name} is trained" for name, param in params if param.requires_grad]
     lines = [*describe_tensors([*params, *model.named_buffers()]), *trained]
-    refuse_differences([text.decode().splitlines() for text in gather_bytes(group, "\n".join(lines).encode())])
+    refuse_differences(gather_json(group, lines))
 
 
 def check_trainable(model: nn.Module) -> None:

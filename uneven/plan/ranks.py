@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from uneven.comm.gather import gather_bytes, gather_rows
+from uneven.comm.gather import gather_json, gather_rows
 from uneven.config import RunConfig
 from uneven.plan.probe import with_values
 from uneven.policy.axis import Part
@@ -65,7 +65,7 @@ def probe_rank(order: ProbeOrder, worker: Worker, folder: Path) -> None:
         synchronizer.close()
     if order.local is not None and not is_alone:
         found["local"] = _probe_local(worker, order.local, 0.35 * order.seconds, own.slowest_ms)
-    rows = [json.loads(data) for data in gather_bytes(worker.group, json.dumps(found).encode())]
+    rows = gather_json(worker.group, found)
     if worker.rank_info.rank == 0:
         (folder / "probe.json").write_text(json.dumps(rows))
 

@@ -1,6 +1,5 @@
 """Evaluation, a collective: each rank evaluates its own range of the data set, and sums and counts are all-reduced."""
 
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.config import ENTRY_KEYS, EvalStep
 from uneven.data.feed import Feed
@@ -55,7 +54,7 @@ def evaluate(
             eval_step(model, batch)
     is_stopped = stop is not None and stop.is_set()
     own_sums = {name: float(value) for name, value in sums.items()}
-    rows = [json.loads(row) for row in gather_bytes(group, json.dumps([own_sums, float(total), is_stopped]).encode())]
+    rows = gather_json(group, [own_sums, float(total), is_stopped])
     if any(was_stopped for _, _, was_stopped in rows):
         return {}
     count = sum(own_count for _, own_count, _ in rows)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.config import HOOKS
 from uneven.errors import InputError, RankError
@@ -302,7 +302,7 @@ class CallbackRunner:
         if not is_ending:
             return Agreed(None, bool(keeps))
         note = {"stopped": self._requests.stopped, "failure": self._requests.failure}
-        notes = [json.loads(data) for data in gather_bytes(group, json.dumps(note).encode())]
+        notes = gather_json(group, note)
         for rank, other in enumerate(notes):
             if other["failure"] is not None:
                 self._raise(rank, group, other["failure"])

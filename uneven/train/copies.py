@@ -6,13 +6,12 @@ nothing else waits: training goes on meanwhile, and the next save begins when th
 is written beside its place, compared with its checksums and renamed. Called by train/saves.py.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import broadcast_json, gather_bytes
 from uneven.config import RunConfig
 from uneven.errors import InputError, MachineError
 from uneven.files import make_out_folder, mark_as_run, mark_of_run, partial_folder
@@ -47,7 +46,7 @@ class Copies:
         if not others:
             return self._once(f"  {given}: there is no other machine, so each checkpoint is on this one alone")
         own = (config.out or out).absolute()
-        found = json.loads(gather_bytes(info.group, self._look(info, config, out, own, token, others[0]))[others[0]])
+        found = broadcast_json(info.group, self._look(info, config, out, own, token, others[0]), others[0])
         host = info.roster.host(others[0])
         if found["is_same"]:
             return self._once(f"  {given}: {host} sees {out}, too, so there is no copy beside it")
@@ -60,7 +59,7 @@ class Copies:
         self.folder = own if info.rank == others[0] else None
         return self._once(f"  {given}: each checkpoint is copied to {found['folder']} on {host}")
 
-    def _look(self, info: RankInfo, config: RunConfig, out: Path, own: Path, token: str, keeper: int) -> bytes:
+    def _look(self, info: RankInfo, config: RunConfig, out: Path, own: Path, token: str, keeper: int) -> dict[str, Any]:
         """What the keeper finds; a collective. Rank 0 leaves a mark, since machines may have a folder in common."""
         mark = f".state.partial-{token}"  # a name that the next run removes where this one is killed
         fault = "" if info.leader is not None else "it needs 'uneven run --nodes' and 'uneven join'"
@@ -76,7 +75,7 @@ class Copies:
         finally:
             if info.rank == 0:
                 (out / mark).unlink(missing_ok=True)
-        return json.dumps({"fault": fault, "is_same": is_same, "folder": str(own)}).encode()
+        return {"fault": fault, "is_same": is_same, "folder": str(own)}
 
     def _prepare(self, config: RunConfig, own: Path) -> str:
         """Make the keeper's folder ready, once in a run; why it cannot be. Other runs' files in it are moved aside."""

@@ -1,10 +1,9 @@
 """What LocalSGD starts from: window settings and slot schedule, with the events on the axis; and what it prints."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.config import RunConfig
 from uneven.policy.events import Events
@@ -138,6 +137,6 @@ def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
     A collective. `mark`: this rank's number of parts at that event.
     """
     own = [slot for slot, _, _ in engine.log[mark:]]
-    gathered = gather_bytes(engine.rank_info.group, json.dumps(own).encode())
+    gathered = gather_json(engine.rank_info.group, own)
     known = engine.ledger.advanced_to(max(last_event, engine.ledger.trained))
-    return known.after(slot for data in gathered for slot in json.loads(data))
+    return known.after(slot for data in gathered for slot in data)

@@ -3,7 +3,7 @@
 train/settle_local.py makes and sends it when ranks are lost; LocalSGD goes on from it in the next group.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,12 +40,12 @@ class LocalState:
     lost: list[dict[str, Any]] = field(default_factory=list)  # the logs of members that are gone, as far as they count
     again: list[int] = field(default_factory=list)  # slots that they may have trained, and that are trained again
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "LocalState":
-        read = json.loads(data)
+    def from_json(cls, entry: Mapping[str, Any]) -> "LocalState":
+        read = dict(entry)
         read["eras"] = [Era(generation, rounds, tuple(members)) for generation, rounds, members in read["eras"]]
         read["pending"] = [EventCall(*call) for call in read["pending"]]
         read["skipped"] = [(epoch, samples) for epoch, samples in read["skipped"]]

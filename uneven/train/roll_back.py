@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import broadcast_json, gather_json
 from uneven.comm.group import Group
 from uneven.errors import InputError, RefusedError
 from uneven.files import why_not_written
@@ -28,7 +28,6 @@ from uneven.train.rank_info import RankInfo
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
-from uneven.train.settle import share_record
 from uneven.train.settle_shards import keep_whole, leave_shards
 
 
@@ -56,7 +55,7 @@ def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Fo
     left = _candidates(engine, out) if group.rank == 0 else []
     notes: list[str] = []
     while True:
-        offer = share_record(group, 0, _offer(info, left, notes) if group.rank == 0 else {})
+        offer = broadcast_json(group, _offer(info, left, notes) if group.rank == 0 else None)
         notes = list(offer["notes"])
         if offer["folder"] is None:
             passed = f" ({notes[0].strip()})" if notes else ""
@@ -65,7 +64,7 @@ def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Fo
                 "shard, save_every=... with out=... a checkpoint"
             )
         resumed, fault = _read(info, group, offer)
-        faults = [data.decode() for data in gather_bytes(group, fault.encode())]
+        faults = gather_json(group, fault)
         if group.rank == 0 and info.leader is not None and offer["key"] is not None:
             info.leader.withdraw(offer["key"])
         if not any(faults):
@@ -138,7 +137,7 @@ def _read(info: RankInfo, group: Group, offer: dict[str, Any]) -> tuple[Resumed 
                 copied = str(copy_checkpoint(info.leader, ranks, offer))
             except (InputError, OSError) as error:
                 fault = _reason(error)
-        copies = [data.decode() for data in gather_bytes(group, copied.encode())]
+        copies = gather_json(group, copied)
         if not info.is_with_first:
             folder = Path(copies[ranks[0]])
             if not copies[ranks[0]]:

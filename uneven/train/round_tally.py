@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import gather_json
 from uneven.policy.lineage import Lineage
 from uneven.policy.recorded import Round
 from uneven.policy.windows import RoundReport
@@ -59,8 +59,8 @@ class RoundTally:
         if info.records is None:
             return
         info.records.write(info.generation, 0, engine.log, engine.dropped.parts, engine.rounds[-1])
-        members = gather_bytes(info.group, info.member.encode())
-        self.lineage = Lineage(generation=info.generation, members=tuple(member.decode() for member in members))
+        members = gather_json(info.group, info.member)
+        self.lineage = Lineage(generation=info.generation, members=tuple(members))
 
     def enter(self) -> Entered:
         """A round takes along all that this rank has trained; the meter begins anew."""

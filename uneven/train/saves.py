@@ -10,7 +10,6 @@ in forward, so they are copied at once; so is everything in a loop of the user's
 """
 
 import copy
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.average.replica import is_finite
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import broadcast_json
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.config import MonitorMode, read_every
@@ -66,7 +65,7 @@ class Saves:
         info, out = self._engine.rank_info, self._engine.config.out
         token = secrets.token_hex(4)
         own = {"out": None if out is None else str(out.absolute()), "token": token, "run": self._copies.run or token}
-        agreed = json.loads(gather_bytes(info.group, json.dumps(own if info.rank == 0 else None).encode())[0])
+        agreed = broadcast_json(info.group, own)
         self.out, self._token = None if agreed["out"] is None else Path(agreed["out"]), agreed["token"]
         leader = None if info.is_with_first else info.leader
         self._saver = Saver(info.rank, info.world_size, self._token, places=info.places, leader=leader)
@@ -349,7 +348,7 @@ class Saves:
 def folder_of_stopped_run(group: Group) -> Path:
     """A new folder for a run without `out`, that of rank 0 on all ranks; a collective."""
     own = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
-    first = Path(gather_bytes(group, str(own.absolute()).encode())[0].decode())
+    first = Path(broadcast_json(group, str(own.absolute())))
     return own if group.rank == 0 else first
 
 

@@ -7,7 +7,6 @@ params that all of them hold, whatever the lost rank had in its memory.
 Here is what both kinds of policy have in common, and the exact ones; for the local ones see settle_local.py.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import broadcast_json, gather_json
 from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
 from uneven.parallel.muon_adamw import MuonAdamW
@@ -107,7 +106,7 @@ class Settlement:
 
 def compare(group: Group, own: Standing) -> Settlement:
     """Exchange standings and find the source; a collective."""
-    rows = [json.loads(data) for data in gather_bytes(group, json.dumps(asdict(own)).encode())]
+    rows = gather_json(group, asdict(own))
     standings = tuple(
         Standing(**{**row, "members": tuple(row["members"]), "fault": row["fault"] and Fault.from_json(row["fault"])})
         for row in rows
@@ -252,17 +251,10 @@ def config_of(config: RunConfig, ranks: Sequence[int]) -> RunConfig:
     return replace(config, **{name: pick(values) for name, values in given.items()})
 
 
-def share_record(group: Group, source: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's record, as JSON, on every rank; a collective."""
-    own = json.dumps(record).encode() if group.rank == source else b""
-    found: dict[str, Any] = json.loads(gather_bytes(group, own)[source])
-    return found
-
-
 def share_tensors(group: Group, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The source's tensors on every rank, in host memory; a collective. What the others pass is not used."""
     specs = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
-    agreed = share_record(group, source, specs)
+    agreed = broadcast_json(group, specs, source)
     if group.rank == source:
         found = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     else:
@@ -286,7 +278,7 @@ def share_kept(group: Group, settlement: Settlement, kept: Kept | None) -> Kept 
         fields, entry = kept
         skeleton, tensors = split_tree(fields, "kept")
         told = {"fields": skeleton, "entry": entry}
-    agreed = share_record(group, settlement.source, told)
+    agreed = broadcast_json(group, told, settlement.source)
     found = share_tensors(group, settlement.source, tensors)
     return join_tree(agreed["fields"], found), agreed["entry"]
 
@@ -298,7 +290,7 @@ def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, 
     """
     optimizer = engine.optimizer.state_dict()
     skeleton, state = split_tree(optimizer["state"], "optimizer")
-    agreed = share_record(group, source, {"optimizer": skeleton})
+    agreed = broadcast_json(group, {"optimizer": skeleton}, source)
     params: dict[str, Tensor] = {f"params.{name}": param for name, param in engine.model.named_parameters()}
     if with_buffers:
         params.update({f"buffers.{name}": buffer for name, buffer in engine.model.named_buffers()})

@@ -9,7 +9,6 @@ after it, whenever another is lost: in the next generation those that had settle
 have been committed meanwhile without the rest.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from uneven.average.verify import ODD_AVERAGE, judge
-from uneven.comm.gather import gather_bytes, gather_checksums
+from uneven.comm.gather import broadcast_json, gather_checksums, gather_json
 from uneven.comm.group import Group, SoloGroup
 from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
@@ -78,10 +77,9 @@ def settle_local(
     reaches the events in `local.epochs.pending` before.
     """
     source, furthest = settlement.source, settlement.furthest
-    told = gather_bytes(group, json.dumps(held_by(local).to_json()).encode())
-    held = [Held.from_json(json.loads(data)) for data in told]
-    own = _agree(local, held, members, left).to_bytes() if group.rank == source else b""
-    agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
+    held = [Held.from_json(data) for data in gather_json(group, held_by(local).to_json())]
+    own = _agree(local, held, members, left).to_json() if group.rank == source else None
+    agreed = LocalState.from_json(broadcast_json(group, own, source))
     is_behind = settlement.standings[group.rank].progress < furthest.progress
     is_sent = settlement.is_uneven or settlement.has_newcomers
     buffers = _send_average(local, group, source, is_behind) if is_sent else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
 from uneven.policy.finish import Cost
 from uneven.train.engine import Engine
@@ -33,7 +34,6 @@ from uneven.train.settle import (
     position_of,
     settle_exact,
     share_kept,
-    share_record,
     take_position,
     take_replica,
     why_not_joined,
@@ -209,7 +209,7 @@ class Settler:
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
-        record = share_record(group, source, self._record() if group.rank == source else {})
+        record = broadcast_json(group, self._record() if group.rank == source else None, source)
         self._events.settle_loop(group)
         kept = share_kept(group, settlement, run.kept) if record["has_kept"] else None
         if is_local:
@@ -227,7 +227,7 @@ class Settler:
                 return
             settle_buffers(engine, before, own, settlement)
             losses = settled_losses(engine.meter, old_members, info.member, generation.members)
-            shared = share_record(group, source, {"all": self._generations(before), "losses": losses})
+            shared = broadcast_json(group, {"all": self._generations(before), "losses": losses}, source)
             run.generations = shared["all"]
             take_losses(engine.meter, shared["losses"], info.rank, are_taken=settlement.has_taken_losses)
             run.lost_logs = lost_logs(run.generations, generation.members, engine.axis)

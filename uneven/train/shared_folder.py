@@ -8,7 +8,7 @@ the others look for it, because a folder of the same path may be there on every 
 from contextlib import suppress
 from pathlib import Path
 
-from uneven.comm.gather import gather_bytes
+from uneven.comm.gather import broadcast_json, gather_json
 from uneven.files import why_not_written
 from uneven.machines.wire import WireError
 from uneven.train.rank_info import RankInfo
@@ -28,9 +28,9 @@ def open_to_machines(info: RankInfo, folder: Path, token: str) -> str | None:
             mark.touch()
         except OSError as error:
             fault = f"cannot write to {folder}: {why_not_written(error)}"
-    if fault := gather_bytes(info.group, fault.encode())[0].decode():
-        return fault
-    seen = [answer == b"seen" for answer in gather_bytes(info.group, b"seen" if mark.exists() else b"no")]
+    if fault := broadcast_json(info.group, fault):
+        return str(fault)
+    seen = gather_json(info.group, mark.exists())
     if info.rank == 0:
         mark.unlink(missing_ok=True)
         with suppress(OSError):  # it is not empty where it is in use
@@ -53,4 +53,4 @@ def _open_at_leader(info: RankInfo, folder: Path, token: str) -> str | None:
             info.leader.share(token, folder, places=info.places)
         except (WireError, OSError) as error:
             fault = f"the leader does not take the parts of other machines: {error}"
-    return gather_bytes(info.group, fault.encode())[0].decode() or None
+    return broadcast_json(info.group, fault) or None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.gather import gather_bytes, gather_rows
+from uneven.comm.gather import gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task, read_every
 from uneven.data.feed import Micros
@@ -288,7 +288,7 @@ class Worker:
         """Where the launcher can tell of other generations, and this run can go on in one; before the first slot."""
         if self.settler is not None or self.membership is None or why_not_settled(self.engine) is not None:
             return
-        members = [data.decode() for data in gather_bytes(self.group, self.rank_info.member.encode())]
+        members = gather_json(self.group, self.rank_info.member)
         if self.resumed is not None and not self.config.is_local:  # there the first record of a rank has it
             self.run.resumed_logs = self.resumed.logs_of(members)
         self.settler = self._make_settler(self.membership, members)
