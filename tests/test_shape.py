@@ -20,10 +20,18 @@ ROOMS = (
     *("__main__", "cli", "templates", "bench", "api", "plan", "launch", "train", "results"),
     *("step", "parallel", "average", "data"),
     *("timeline", "graph", "machines", "install", "hardware", "comm"),
-    *("simulate", "policy", "config", "files", "errors", "version"),
+    *("simulate", "policy", "config", "files", "format", "errors", "version"),
 )
-ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
-PURE = {"simulate", "policy", "config", "files", "errors", "version"}  # no torch, numpy for arrays of ranks in policy
+ROOT_MODULES = {"__init__", "__main__", "errors", "files", "format", "version"}
+PURE = {
+    "simulate",
+    "policy",
+    "config",
+    "files",
+    "format",
+    "errors",
+    "version",
+}  # no torch, numpy for arrays of ranks in policy
 
 
 @cache
@@ -158,7 +166,8 @@ BENCH = (
     *("undisturbed", "interval"),
 )
 BENCH_MAY_USE = (
-    *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
+    *("bench", "config", "data", "errors", "files", "format", "graph", "hardware", "parallel", "results", "timeline"),
+    "version",
     *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.preflight", "launch.requests"),
     *("launch.run", "launch.script"),
     "train.segment",

@@ -15,6 +15,7 @@ import typer
 from uneven.cli.run import read_flags, run
 from uneven.config import RunConfig, Setting, Sourced, find_run_file, from_outside, resolve_sources, settings_of
 from uneven.errors import InputError
+from uneven.format import format_count
 from uneven.launch.find_script import find_script
 
 if TYPE_CHECKING:
@@ -175,17 +176,13 @@ def check(
         for note in found.notes:
             print(f"{_place(file, note)}: note: unless the script settles it: {note.message}", file=sys.stderr)
     if found.problems:
-        raise InputError(f"{file} has {_count(len(found.problems), 'problem')}")
+        raise InputError(f"{file} has {format_count(len(found.problems), 'problem')}")
     if not as_json:
-        print(f"{file}: {_count(len(found.settings), 'setting')}, all is well")
+        print(f"{file}: {format_count(len(found.settings), 'setting')}, all is well")
 
 
 def _place(file: Path, problem: "Problem") -> str:
     return f"{file}" if problem.line is None else f"{file}:{problem.line}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _device_problems(file: Path, settings: Mapping[str, Any]) -> "list[Problem]":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.errors import STOPPED, TERMINATED, InputError, MachineError, RankError, Terminated
+from uneven.format import format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +84,7 @@ def demo(
 def _announce(order: "DemoOrder", results: "Results") -> None:
     from uneven.bench.demo import notes
 
-    epochs, modes = _count(order.epochs, "epoch"), _count(len(results.modes), "mode")
+    epochs, modes = format_count(order.epochs, "epoch"), format_count(len(results.modes), "mode")
     lines = [f"LeNet on the digits inside the package, {epochs}, {modes} on {order.devices}"]
     lines += [f"Note: {note}" for note in notes(order)]
     print("\n".join(lines), file=sys.stderr, flush=True)
@@ -177,7 +178,3 @@ def _describe_unfinished(order: "DemoOrder", results: "Results") -> str:
     folder = folder_of(order, missing[0])
     is_kept = (folder / "state.json").exists() and not (folder / "summary.json").exists()
     return f"{line} (what {missing[0]} had learned is in {folder})" if is_kept else line
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

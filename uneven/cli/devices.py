@@ -13,6 +13,7 @@ import typer
 
 from uneven.cli import complete
 from uneven.errors import InputError
+from uneven.format import format_gib
 
 if TYPE_CHECKING:
     from uneven.hardware.cores import CorePlan
@@ -161,7 +162,7 @@ def _print(
         table.add_column(heading, justify="right", no_wrap=True)
     cores = _cores_by_row(rows, plan, is_choice)
     for index, row in enumerate(rows):
-        memory = f"{row['memory_bytes'] / 2**30:.1f} GiB" if row["memory_bytes"] else "-"
+        memory = format_gib(row["memory_bytes"]) if row["memory_bytes"] else "-"
         cells = [row["device"], row["name"] or "-", memory, row["arch"] or "-", cores[index]]
         if measured:
             speed = measured[index] if index < len(measured) else None

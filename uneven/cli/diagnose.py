@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.errors import MachineError
+from uneven.format import format_count, format_gib
 from uneven.install.builds import list_builds
 
 if TYPE_CHECKING:
@@ -93,17 +94,11 @@ def _compatibility(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     return lines or [("GPUs", "none to check")]
 
 
-def _gib(number: int | None) -> str:
-    return "?" if number is None else f"{number / 2**30:.1f} GiB"
-
-
-def _count(number: int | None, noun: str) -> str:
-    return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"
-
-
 def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     system, cpu, surroundings = diagnosis.system, diagnosis.system.cpu, diagnosis.system.surroundings
-    topology = ", ".join([_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")])
+    topology = ", ".join(
+        [format_count(cpu.sockets, "socket"), format_count(cpu.cores, "core"), format_count(cpu.threads, "thread")]
+    )
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
     lines = [
@@ -111,7 +106,10 @@ def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
         ("CPU", f"{cpu.model or 'unknown model'} ({cpu.architecture}): {topology}"),
         ("usable cores", f"{len(system.available_cores)}{quota}"),
         ("bf16 flags", ", ".join(cpu.flags) or "none"),
-        ("memory", f"{_gib(system.memory_bytes)}{limited}, {_gib(system.memory_available_bytes)} available"),
+        (
+            "memory",
+            f"{format_gib(system.memory_bytes)}{limited}, {format_gib(system.memory_available_bytes)} available",
+        ),
         ("Python", system.python),
         ("container", surroundings.container or "none"),
         ("Docker", _docker(diagnosis)),
@@ -132,8 +130,8 @@ def _gpus(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
         )
     ]
     for gpu in report.gpus:
-        parts = [gpu.name, gpu.sm or "sm_?", _gib(gpu.memory_bytes)]
-        parts += [_count(gpu.cores, "core")] if gpu.cores else []
+        parts = [gpu.name, gpu.sm or "sm_?", format_gib(gpu.memory_bytes)]
+        parts += [format_count(gpu.cores, "core")] if gpu.cores else []
         parts += [f"PCI {gpu.pci}"] if gpu.pci else []
         parts += ["MIG on"] if gpu.mig else []
         lines.append((f"GPU {gpu.index}", ", ".join(parts)))
@@ -152,7 +150,7 @@ def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     return [
         ("version", f"{build.version} ({kind})"),
         ("archs", " ".join(build.archs) or "none (no GPU code)"),
-        ("CPU code", f"{build.cpu_capability or '?'}, {_count(build.threads, 'thread')}"),
+        ("CPU code", f"{build.cpu_capability or '?'}, {format_count(build.threads, 'thread')}"),
     ]
 
 
@@ -161,7 +159,9 @@ def _builds(advice: "Advice") -> list[tuple[str, str]]:
     lines = [] if advice.is_installed else [("for this machine", f"{advice.build or advice.kind}: {advice.action}")]
     for build in list_builds():
         kind = f"CUDA {build.cuda}" if build.cuda else "no CUDA"
-        text = f"torch {build.version} ({kind}), {_gib(build.size_bytes)}, {' '.join(build.archs) or 'no GPU code'}"
+        text = (
+            f"torch {build.version} ({kind}), {format_gib(build.size_bytes)}, {' '.join(build.archs) or 'no GPU code'}"
+        )
         lines.append((f"build {build.name}", f"{text}{', active' if build.is_active else ''}"))
     return lines
 
@@ -225,4 +225,4 @@ def _print(diagnosis: "Diagnosis", advice: "Advice") -> None:
         console.print(Text(f"Problem {number}: {problem.what}", style="red"), soft_wrap=True)
         console.print(Text(f"  fix: {problem.fix}"), soft_wrap=True)
     count = len(diagnosis.problems)
-    console.print("All fine." if count == 0 else f"{count} problem{'s' if count > 1 else ''}.", style="bold")
+    console.print("All fine." if count == 0 else f"{format_count(count, 'problem')}.", style="bold")

@@ -17,6 +17,7 @@ from uneven.cli.run import CONFIG_OPTION, MODULE_OPTION, find_sources, option_of
 from uneven.cli.tables import print_whole
 from uneven.config import RunConfig, from_outside, settings_of
 from uneven.errors import InputError
+from uneven.format import format_bytes
 from uneven.launch.find_script import Script, find_script
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _print(made: "Plan") -> None:
             f"\nstrategies with {policy} on all devices: memory of each, and s/epoch by the bytes that they move"
         )
         for kind in made.strategies:
-            sizes = "  ".join(_size(size) for size in kind.memory_bytes)
+            sizes = "  ".join(format_bytes(size) for size in kind.memory_bytes)
             console.print(f"  {kind.strategy:6} {sizes}  ~{kind.seconds_per_epoch:,.2f}")
     console.print()
     for line in made.notes:
@@ -142,15 +143,8 @@ def _row(one: "Prediction") -> list[str]:
         f"{one.efficiency:.2f}",
         f"{one.gain:.2f}x",
         ":".join(f"{100 * share:.0f}" for share in one.shares),
-        _size(max(one.memory_bytes)),
+        format_bytes(max(one.memory_bytes)),
     ]
-
-
-def _size(size: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
-    return f"{size / 1e3:,.0f} kB"
 
 
 def _give_options() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from uneven.cli import complete
 from uneven.errors import InputError
+from uneven.format import format_clock
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -138,7 +139,7 @@ def _heading(run: "KnownRun") -> Any:
     from rich.text import Text
 
     record = run.record
-    since = _clock(time.time() - float(record.get("since") or time.time()))
+    since = format_clock(time.time() - float(record.get("since") or time.time()))
     words = [f"{run.id}  {record.get('script') or 'fit'}", f"pid {record['pid']}", f"on for {since}"]
     words += [f"led on {run.leader}"] if run.leader else []
     lines = ["  ".join(words)]
@@ -151,7 +152,7 @@ def _heading(run: "KnownRun") -> Any:
         place += [f"step {record['slot']:,}{steps}", f"samples {record['samples']:,}{total}"]
         place.append(f"{record['samples_per_s']:,.0f} samples/s")
     if (eta_s := _eta_s(record)) is not None:
-        place.append(f"ETA {_clock(eta_s)}")
+        place.append(f"ETA {format_clock(eta_s)}")
     lines.append("  " + "  ".join(place))
     if record.get("generation"):
         lines.append(f"  generation {record['generation']}, {record.get('lost', 0)} lost: {record.get('why')}")
@@ -202,7 +203,7 @@ def _ended_table(runs: "list[KnownRun]") -> Any:
         record = run.record
         ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(record.get("end") or 0.0)))
         samples = "-" if record.get("samples") is None else f"{record['samples']:,}"
-        took = _clock(float(record.get("seconds") or 0.0))
+        took = format_clock(float(record.get("seconds") or 0.0))
         folder = record.get("saved") or record.get("out") or "-"
         result = str(record.get("result") or "-")
         table.add_row(run.id, run.script, ended if record.get("end") else "-", result, took, samples, str(folder))
@@ -213,9 +214,3 @@ def _eta_s(record: dict[str, Any]) -> float | None:
     if not record.get("total") or not record.get("samples_per_s"):
         return None
     return max(0.0, float(record["total"] - record["samples"]) / float(record["samples_per_s"]))
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

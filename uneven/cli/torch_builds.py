@@ -15,6 +15,7 @@ import typer
 
 from uneven.cli.torch_source import build
 from uneven.errors import InputError, Terminated
+from uneven.format import align_columns, format_bytes
 
 if TYPE_CHECKING:
     from uneven.hardware.gpus import Gpu
@@ -57,7 +58,8 @@ def list_all(as_json: Json = False) -> None:
     if current is not None:
         rows.append(("(this environment)", current["version"], current["kind"], "-", "-", "-", sys.prefix))
     if rows:
-        _print_table(("name", "torch", "for", "archs", "size", "covers the GPUs here", ""), rows)
+        headings = ("name", "torch", "for", "archs", "size", "covers the GPUs here", "")
+        typer.echo("\n".join(align_columns([headings, *rows])))
     for name in unfinished:
         typer.echo(f"{name}: interrupted; install it again, or: uneven torch remove {name}")
     if not builds:
@@ -118,13 +120,7 @@ def _covers(build: "Build", gpus: "tuple[Gpu, ...]") -> str:
 
 
 def _size(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def _print_table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-    for row in (headings, *rows):
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "-" if count is None else format_bytes(count)
 
 
 @app.command("info", epilog="Examples:\n\nuneven torch info cu126\n\nuneven torch info --json")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from uneven.format import align_columns
 from uneven.graph.function import Function
 from uneven.graph.plan import PlanModule
 from uneven.graph.structure import structural_hash
@@ -90,13 +91,6 @@ def in_bytes(count: float) -> str:
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A plain text table with columns as wide as their widest entry; numbers are aligned right."""
     columns = list(zip(head, *lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
     is_number = [all(not entry or entry[0].isdigit() or entry[0] == "(" for entry in column[1:]) for column in columns]
-    rows = []
-    for line in (head, *lines):
-        cells = [
-            entry.rjust(width) if right else entry.ljust(width)
-            for entry, width, right in zip(line, widths, is_number, strict=True)
-        ]
-        rows.append("  ".join(cells).rstrip())
-    return "\n".join(rows)
+    right = [place for place, is_right in enumerate(is_number) if is_right]
+    return "\n".join(align_columns([head, *lines], right))

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from uneven.config import Backend, Precision
 from uneven.errors import InputError
+from uneven.format import GIB
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu
 from uneven.hardware.system import System
 from uneven.hardware.torchbuild import parse_sm
-
-GIB = 2**30
 
 
 def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[Precision, str]:

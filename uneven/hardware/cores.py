@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from uneven.errors import InputError
+from uneven.format import format_count
 from uneven.hardware.cgroup import cpu_limit, read_text
 from uneven.hardware.device import Device
 
@@ -78,7 +79,7 @@ def assign_cores(devices: Sequence[Device], cores: Sequence[int]) -> CorePlan:
     num_ranks, num_cores = len(devices), len(cores)
     if num_ranks > num_cores:
         note = (
-            f"{num_ranks} ranks on {num_cores} core{'s' if num_cores != 1 else ''}: nothing is pinned, "
+            f"{num_ranks} ranks on {format_count(num_cores, 'core')}: nothing is pinned, "
             "the ranks compete for cores, and their speeds mean nothing"
         )
         return CorePlan(((),) * num_ranks, (1,) * num_ranks, pinned=False, note=note)

@@ -19,6 +19,7 @@ from uneven.data.replay import read_generations, read_global_batch, read_log
 from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder
+from uneven.format import format_count
 from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded, native_precisions
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks
@@ -351,7 +352,7 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
     for name in ("shares", "memory_shares"):
         given = getattr(config, name)
         if given is not None and len(given) != len(devices):
-            counts = f"{len(given)} entries for {len(devices)} device{'s' if len(devices) > 1 else ''}"
+            counts = f"{len(given)} entries for {format_count(len(devices), 'device')}"
             raise InputError(f"{name}={given!r} has {counts}: {names}; pass one for each, or leave it out")
     if len(devices) == 1:
         if config.strategy in SHARDED:

@@ -18,6 +18,7 @@ from uneven.data.epoch_order import EpochOrder, random_states_preserved
 from uneven.data.replay import LOG
 from uneven.errors import InputError
 from uneven.files import check_resumed_folder, folder_error, mark_as_run
+from uneven.format import format_count
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
@@ -73,7 +74,7 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     left = f", {sum(stop - first for first, stop in gaps)} steps before it come first" if gaps else ""
     notes.append(f"  resumes from {checkpoint.folder}: {trained:,} steps are trained{left}")
     if (world_size := checkpoint.record["world_size"]) != ranks:
-        saved_by = f"{world_size} device{'s' if world_size > 1 else ''}"
+        saved_by = format_count(world_size, "device")
         notes.append(f"  it was saved by {saved_by} and goes on with {ranks}; order and step size stay")
     elif own_size not in (None, size := checkpoint.record["slot_size"]):
         notes.append(
@@ -104,7 +105,7 @@ def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
     except OSError as error:
         raise folder_error(out, error) from error
     what = ["the result"] if result else []
-    what += [f"{len(later)} later checkpoint{'s' if len(later) > 1 else ''}"] if later else []
+    what += [format_count(len(later), "later checkpoint")] if later else []
     return [f"  {' and '.join(what)} of {out} moved to {aside}"]
 
 

@@ -6,9 +6,9 @@ Printed by the leader before a run over several machines, and by `uneven preflig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from uneven.format import GIB, align_columns, format_gib
 from uneven.machines.links import describe_rate
 
-GIB = 2**30
 LOW_DISK = 1 * GIB  # a checkpoint or a compiled kernel may not fit
 
 
@@ -22,8 +22,8 @@ def rows(facts: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]
         ["uneven", *(f"{one['uneven']['version']} ({one['uneven']['digest'][:8]})" for one in facts)],
         ["devices", *(", ".join(_device(device) for device in one["devices"]) for one in facts)],
         ["dtype", *(", ".join(dict.fromkeys(_dtype(device) for device in one["devices"])) for one in facts)],
-        ["memory", *(f"{_gib(one['memory_available_bytes'])} free" for one in facts)],
-        ["disk", *(f"{_gib(one['disk_free_bytes'])} free" for one in facts)],
+        ["memory", *(f"{format_gib(one['memory_available_bytes'])} free" for one in facts)],
+        ["disk", *(f"{format_gib(one['disk_free_bytes'])} free" for one in facts)],
     ]
     if any(one["nccl"] for one in facts):
         lines.append(["nccl", *(str(one["nccl"] or "none") for one in facts)])
@@ -33,9 +33,7 @@ def rows(facts: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]
 
 
 def lines(facts: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    table = rows(facts, reports)
-    widths = [max(len(row[column]) for row in table) for column in range(len(facts) + 1)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return align_columns(rows(facts, reports))
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
@@ -43,7 +41,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     free = facts["disk_free_bytes"]
     if free is None or free >= LOW_DISK:
         return []
-    return [f"{facts['host']}: {_gib(free)} of disk are free, which a checkpoint may not fit into; make room"]
+    return [f"{facts['host']}: {format_gib(free)} of disk are free, which a checkpoint may not fit into; make room"]
 
 
 def _links(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -82,7 +80,3 @@ def _code(code: Mapping[str, str], leader: Mapping[str, str]) -> str:
     first = next(iter(code))
     files = f"{first} and {len(code) - 1} more" if len(code) > 1 else first
     return f"{files}, {'the same' if code == leader else 'other'}" if code is not leader else files
-
-
-def _gib(number: int | None) -> str:
-    return "?" if number is None else f"{number / GIB:.1f} GiB"

@@ -23,6 +23,7 @@ from rich.table import Column
 from rich.text import Text
 
 from uneven.config import results_of
+from uneven.format import format_clock
 from uneven.policy.axis import Axis
 from uneven.results.notebook import Block, in_notebook
 from uneven.results.terminal import Terminal
@@ -350,14 +351,14 @@ def _remaining_columns(task: Task) -> str:
     """After the speed: a device's round, or the run's loss and times."""
     if "part" in task.fields:
         return str(task.fields.get("rest", ""))
-    spent = _clock(task.finished_time if task.finished else task.elapsed)
+    spent = format_clock(task.finished_time if task.finished else task.elapsed)
     if task.total is None and not task.completed:
         return f"starting  {spent}"
     steps = task.fields.get("steps")
     place = "" if steps is None or not task.total else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
     words = ["samples/s"] * (task.fields["speed"] not in ("", "-")) + [place, task.fields["loss"], spent]
     has_eta = task.total is not None and not task.finished
-    return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * has_eta)
+    return "  ".join([word for word in words if word] + [f"ETA {format_clock(task.time_remaining)}"] * has_eta)
 
 
 def _machines(statuses: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
@@ -373,14 +374,6 @@ def _names(devices: Sequence[str], ranks: Sequence[int]) -> list[str]:
 
 def _speed(samples: int, seconds: float) -> str:
     return f"{samples / seconds:,.0f}" if seconds else ""
-
-
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "-:--"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _figure(value: float) -> str:

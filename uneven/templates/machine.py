@@ -6,6 +6,7 @@ Read without torch, so that a project can be made before torch is installed.
 import sys
 from dataclasses import dataclass
 
+from uneven.format import format_count
 from uneven.hardware.gpus import GpuReport, read_gpus
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import installed_version
@@ -39,7 +40,7 @@ def describe_machine(system: System, report: GpuReport, torch: str | None) -> Ma
     """Pure, for tests with recorded hardware."""
     gpus = tuple(f"{gpu.name}{_memory(gpu.memory_bytes)}" for gpu in report.gpus)
     cores = len(system.available_cores)
-    cpu = f"CPU with {cores} core{'' if cores == 1 else 's'}{_memory(system.memory_bytes)}"
+    cpu = f"CPU with {format_count(cores, 'core')}{_memory(system.memory_bytes)}"
     archs = [gpu.sm for gpu in report.gpus if gpu.sm]
     wheel = choose(archs, report.driver_cuda, system.cpu.architecture).wheel if archs else None
     return Machine(

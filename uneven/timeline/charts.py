@@ -162,11 +162,3 @@ def rank_colour(rank: int) -> str:
 def rank_dash(rank: int) -> str:
     """A dash pattern, so that ranks can be distinguished without colour."""
     return DASHES[rank % len(DASHES)]
-
-
-def format_ns(ns: float) -> str:
-    return f"{ns / 1e9:.2f} s" if ns >= 1e9 else f"{ns / 1e6:.3g} ms" if ns >= 1e4 else f"{ns / 1e3:.3g} us"
-
-
-def format_bytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

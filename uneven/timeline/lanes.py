@@ -8,6 +8,7 @@ from bokeh.core.properties import value
 from bokeh.models import FixedTicker, Range1d
 from bokeh.plotting import figure
 
+from uneven.format import format_bytes, format_ns
 from uneven.timeline.charts import (
     FONT,
     Chart,
@@ -16,8 +17,6 @@ from uneven.timeline.charts import (
     Level,
     TimeAxis,
     add_tooltip,
-    format_bytes,
-    format_ns,
     mark_epochs,
     paint,
     source,

@@ -6,6 +6,7 @@ from html import escape
 from bokeh.models import Range1d
 from bokeh.models.annotations import Label
 
+from uneven.format import format_bytes, format_count, format_ns
 from uneven.timeline.charts import (
     FONT,
     Chart,
@@ -13,8 +14,6 @@ from uneven.timeline.charts import (
     Key,
     TimeAxis,
     add_tooltip,
-    format_bytes,
-    format_ns,
     mark_epochs,
     paint,
     rank_colour,
@@ -60,7 +59,7 @@ def draw_headings(chart: Chart, timeline: Timeline, headings: Sequence[tuple[Mac
 def describe_machine(timeline: Timeline, machine: Machine) -> str:
     """The heading of a machine's lanes: its name, how many ranks it has, and how exactly its times are known."""
     ranks = len(timeline.lanes_of(machine))
-    words = f"{machine.host}: {ranks} rank" + ("s" if ranks > 1 else "")
+    words = f"{machine.host}: {format_count(ranks, 'rank')}"
     if machine.error_ns is None:
         return f"{words}, its clock was not compared"
     return words if machine.number == 0 else f"{words}, times +-{format_ns(machine.error_ns)}"
