@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -46,6 +47,18 @@ def test_a_machine_with_another_token_is_not_reached() -> None:
     assert {difference.check for difference in judge(peers, reports)} == {"links"}
     assert all("node3" in str(difference) for difference in judge(peers, reports))
     assert reports[0]["heard"] == [1]
+
+
+def test_a_strangers_datagram_does_not_end_the_listening() -> None:
+    """`compare_digest` refuses texts beyond ASCII: one byte of a port scan ended the thread."""
+    with closing(Listener("127.0.0.1", "secret")) as one, closing(Listener("127.0.0.2", "secret")) as other:
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as stranger:
+            stranger.sendto(b"1 \xff", ("127.0.0.1", one.port))  # arrives first: loopback keeps the order
+        other.send_datagram(2, Peer("node1", "127.0.0.1", one.port))
+        deadline = time.monotonic() + 20.0
+        while not one.heard and time.monotonic() < deadline:
+            threading.Event().wait(0.005)
+        assert one.heard == [2]
 
 
 def test_a_machine_probes_no_more_others_at_once_than_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ the leader gathers the reports (plain JSON), `judge`s them and prints `describe`
 the leader's door. One datagram each way says which direction is cut where TCP, which needs both, finds nothing.
 """
 
-import hmac
 import select
 import socket
 import statistics
@@ -15,13 +14,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
 from uneven.errors import InputError, MachineError
 from uneven.machines.parity import CLOCK_S, Difference, clock_difference
-from uneven.machines.wire import WireError, admit, greet
+from uneven.machines.wire import WireError, admit, greet, is_mac, make_mac
 
 CONNECT_S = 3.0  # for a first answer: a firewall that drops packets gives none
 PROBES_S = 15.0  # the longest a probe's connection is served
@@ -64,7 +62,7 @@ class Listener:
 
     def send_datagram(self, me: int, peer: Peer) -> None:
         with suppress(OSError):  # no route, or a firewall that says so: then TCP fails too, with its reason
-            self._udp.sendto(f"{me} {_mac(self._token, me)}".encode(), (peer.address, peer.port))
+            self._udp.sendto(f"{me} {make_mac(self._token, 'datagram', str(me))}".encode(), (peer.address, peer.port))
 
     def close(self) -> None:
         self._closed.set()
@@ -93,7 +91,7 @@ class Listener:
             except OSError:
                 return
             number, _, mac = text.partition(" ")
-            if number.isdecimal() and len(number) < 6 and hmac.compare_digest(mac, _mac(self._token, int(number))):
+            if number.isdecimal() and len(number) < 6 and is_mac(mac, self._token, "datagram", number):
                 self._heard.add(int(number))
 
     def _answer(self, sock: socket.socket) -> None:
@@ -324,7 +322,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
-
-
-def _mac(token: str, number: int) -> str:
-    return hmac.new(token.encode(), f"datagram|{number}".encode(), sha256).hexdigest()

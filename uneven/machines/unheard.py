@@ -5,10 +5,10 @@ wait for a machine that has given up. The datagram is signed with the token, for
 ends a run that has not begun; a stranger's is dropped unread. Used by machines/door.py, on both sides.
 """
 
-import hmac
 import socket
 from contextlib import suppress
-from hashlib import sha256
+
+from uneven.machines.wire import is_mac, make_mac
 
 MOST_BYTES = 256
 MOST_REMEMBERED = 64
@@ -34,7 +34,7 @@ class UnheardBox:
             return
         host, _, mac = data.decode(errors="replace").partition(" ")
         address = str(source[0])
-        is_known = hmac.compare_digest(mac.encode(), _mac(self._token, self._place, address, host).encode())
+        is_known = is_mac(mac, self._token, "unheard", self._place, address, host)
         if is_known and len(self.hosts) < MOST_REMEMBERED:
             self.hosts[address] = host
 
@@ -47,8 +47,4 @@ def tell_unheard(address: str, port: int, token: str, host: str) -> None:
         sock.connect((address, port))
         own = str(sock.getsockname()[0])
         for _ in range(COPIES):
-            sock.send(f"{host} {_mac(token, f'{address} {port}', own, host)}".encode())
-
-
-def _mac(token: str, place: str, sender: str, host: str) -> str:
-    return hmac.new(token.encode(), f"unheard|{place}|{sender}|{host}".encode(), sha256).hexdigest()
+            sock.send(f"{host} {make_mac(token, 'unheard', f'{address} {port}', own, host)}".encode())

@@ -123,11 +123,11 @@ def greet(sock: socket.socket, token: str) -> Connection:
     connection, own = Connection(sock), secrets.token_hex(16)
     end_s = time.monotonic() + HANDSHAKE_S
     theirs = _nonce(connection.read(HANDSHAKE_S, MAX_GREETING))
-    connection.send(nonce=own, mac=_mac(token, "join", theirs, own).decode())
+    connection.send(nonce=own, mac=make_mac(token, "join", theirs, own))
     answer = connection.read(end_s - time.monotonic(), MAX_GREETING)
     if "refused" in answer:
         raise InputError(f"the leader refused: {answer['refused']}")
-    if not hmac.compare_digest(str(answer.get("mac", "")).encode(), _mac(token, "lead", own, theirs)):
+    if not is_mac(str(answer.get("mac", "")), token, "lead", own, theirs):
         raise InputError("the other side does not know the token: it is not the leader of this run")
     return connection
 
@@ -142,9 +142,9 @@ class Challenge:
     def judge(self, answer: dict[str, Any]) -> tuple[bool, bytes]:
         """Whether the other side knows the token, and the line to send back; WireError where it is no answer."""
         theirs = _nonce(answer)
-        if not hmac.compare_digest(str(answer.get("mac", "")).encode(), _mac(self._token, "join", self._own, theirs)):
+        if not is_mac(str(answer.get("mac", "")), self._token, "join", self._own, theirs):
             return False, _line({"refused": "wrong token; take the line that the leader printed"})
-        return True, _line({"mac": _mac(self._token, "lead", theirs, self._own).decode()})
+        return True, _line({"mac": make_mac(self._token, "lead", theirs, self._own)})
 
 
 def admit(sock: socket.socket, token: str) -> Connection:
@@ -184,6 +184,11 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _mac(token: str, role: str, *nonces: str) -> bytes:
-    """In bytes: a text from a stranger may hold other characters than ASCII, which `compare_digest` refuses."""
-    return hmac.new(token.encode(), "|".join((role, *nonces)).encode(), sha256).hexdigest().encode()
+def make_mac(token: str, *words: str) -> str:
+    """Shows that the sender knows the token and means these words."""
+    return hmac.new(token.encode(), "|".join(words).encode(), sha256).hexdigest()
+
+
+def is_mac(mac: str, token: str, *words: str) -> bool:
+    # As bytes: `compare_digest` refuses texts beyond ASCII, which a stranger may send.
+    return hmac.compare_digest(mac.encode(errors="replace"), make_mac(token, *words).encode())
