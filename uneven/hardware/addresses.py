@@ -82,7 +82,6 @@ def outward_address(peers: Sequence[str] = ()) -> str | None:
     name, _ = likely_interface(interfaces, default_route(), os.environ)
     name = (name or "").split(",")[0].lstrip("=")
     found = next((interface for interface in interfaces if interface.name == name), None)
-    if found is None or found.kind == "loopback" or not found.addresses:
+    if found is None or found.kind == "loopback" or not found.reachable:
         return None
-    wide = [address for address in found.addresses if not address.lower().startswith("fe80")]
-    return wide[0] if wide else None
+    return found.reachable[0]

@@ -8,24 +8,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from uneven.hardware.optional import read_int, read_text
+
 # v1 writes "no limit" as the largest page-aligned 63-bit number; nothing real is above 2**60 bytes.
 _UNLIMITED_BYTES = 2**60
-
-
-def read_text(path: Path) -> str | None:
-    """The text of a file in /proc or /sys; None if it is absent, unreadable or vanishes while it is read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return None
-
-
-def read_int(path: Path) -> int | None:
-    """The integer that is the whole content of a file, or None."""
-    try:
-        return int((read_text(path) or "").strip())
-    except ValueError:
-        return None
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

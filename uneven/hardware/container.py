@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from uneven.hardware.cgroup import read_text
+from uneven.hardware.optional import read_text
 
 
 @dataclass(frozen=True)

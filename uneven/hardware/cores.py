@@ -14,8 +14,9 @@ from pathlib import Path
 
 from uneven.errors import InputError
 from uneven.format import format_count
-from uneven.hardware.cgroup import cpu_limit, read_text
+from uneven.hardware.cgroup import cpu_limit
 from uneven.hardware.device import Device
+from uneven.hardware.optional import read_text
 
 MOST_RANKS_PER_CORE = 8  # each rank loads torch: some 300 MB and seconds of a core before it trains anything
 

@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from uneven.hardware.cgroup import read_int, read_text
+from uneven.hardware.optional import read_int, read_text
 
 # Implementer and part numbers as in the kernel's arch/arm64/include/asm/cputype.h.
 _ARM_PARTS = {

@@ -7,12 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-_T = TypeVar("_T")
+from uneven.hardware.optional import or_none
 
 
 @dataclass(frozen=True)
@@ -45,26 +44,18 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _or_none(call: Callable[[], _T]) -> _T | None:
-    """The result of `call`, or None if this driver, GPU or NVML binding does not support it."""
-    try:
-        return call()
-    except Exception:  # NVMLError, AttributeError of an old binding, ctypes errors
-        return None
-
-
 def _nvml_gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    capability = _or_none(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    mig = _or_none(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]))
+    capability = or_none(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    mig = or_none(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]))
     return Gpu(
         index=index,
-        name=_or_none(lambda: _text(nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
-        memory_bytes=_or_none(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        name=or_none(lambda: _text(nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
+        memory_bytes=or_none(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         sm=f"sm_{capability[0]}{capability[1]}" if capability else None,
-        cores=_or_none(lambda: int(nvml.nvmlDeviceGetNumGpuCores(handle))),
-        uuid=_or_none(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        pci=_or_none(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        cores=or_none(lambda: int(nvml.nvmlDeviceGetNumGpuCores(handle))),
+        uuid=or_none(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        pci=or_none(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         mig=mig,
     )
 
@@ -88,19 +79,19 @@ def _read_nvml() -> GpuReport:
         }
         return GpuReport(reason=reasons.get(type(error).__name__, f"NVML does not start: {error}"))
     try:
-        count = _or_none(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
+        count = or_none(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
         # A GPU that has fallen off the bus raises; the others are still listed.
-        gpus = [gpu for index in range(count) if (gpu := _or_none(lambda i=index: _nvml_gpu(pynvml, i)))]  # type: ignore[misc]
-        number = _or_none(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
+        gpus = [gpu for index in range(count) if (gpu := or_none(lambda i=index: _nvml_gpu(pynvml, i)))]  # type: ignore[misc]
+        number = or_none(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
         return GpuReport(
             gpus=tuple(gpus),
-            driver=_or_none(lambda: _text(pynvml.nvmlSystemGetDriverVersion())),
+            driver=or_none(lambda: _text(pynvml.nvmlSystemGetDriverVersion())),
             driver_cuda=f"{number // 1000}.{number % 1000 // 10}" if number else None,
             source="NVML",
             reason=None if gpus else "the NVIDIA driver lists no GPU",
         )
     finally:
-        _or_none(pynvml.nvmlShutdown)
+        or_none(pynvml.nvmlShutdown)
 
 
 def _run(command: list[str]) -> str | None:
@@ -159,7 +150,7 @@ def _read_smi() -> GpuReport:
 
 def _mps_is_running() -> bool:
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
-    return _or_none(lambda: (pipes / "control").exists()) or False
+    return or_none(lambda: (pipes / "control").exists()) or False
 
 
 def read_gpus() -> GpuReport:

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.hardware.cgroup import cpu_pressure_s, num_throttled, read_text
+from uneven.hardware.cgroup import cpu_pressure_s, num_throttled
+from uneven.hardware.optional import read_text
 
 try:
     import resource

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from uneven.hardware.cgroup import read_int, read_text
+from uneven.hardware.optional import read_int, read_text
 
 # Created by containers and virtual machines: up and with an address, but without a link to other machines.
 _VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|ifb|dummy)")
@@ -52,6 +52,11 @@ class Interface:
     def addresses(self) -> tuple[str, ...]:
         """In the order in which Gloo finds them: it takes the first."""
         return (*self.v4, *self.v6)
+
+    @property
+    def reachable(self) -> tuple[str, ...]:
+        """Those that other machines can reach: an IPv6 address of the link alone needs its interface named too."""
+        return tuple(address for address in self.addresses if not address.lower().startswith("fe80:"))
 
 
 def kind_of(name: str) -> InterfaceKind:

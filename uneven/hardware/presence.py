@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from uneven.errors import InputError
-from uneven.hardware.cgroup import read_text
 from uneven.hardware.interference import Counters, Interference, read_counters
+from uneven.hardware.optional import read_text
 
 IDLE_S = 300.0  # nobody has used the machine for so long: only then it takes part (again)
 BUSY_SHARE = 0.2  # of all cores, used by others: a desktop at rest stays far below, a build or a game does not ...

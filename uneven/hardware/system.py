@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from uneven.hardware.cgroup import cpu_limit, memory_limit, read_text
+from uneven.hardware.cgroup import cpu_limit, memory_limit
 from uneven.hardware.container import Surroundings, read_surroundings
 from uneven.hardware.cores import available_cores
 from uneven.hardware.cpumodel import Cpu, read_cpu
+from uneven.hardware.optional import read_text
 
 
 @dataclass(frozen=True)

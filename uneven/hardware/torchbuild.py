@@ -6,14 +6,12 @@ read_torch imports torch but never initialises CUDA, so that a diagnosis also wo
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from uneven.errors import TorchMissingError
-
-_T = TypeVar("_T")
+from uneven.hardware.optional import or_none
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,6 @@ def release(version: str | None) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _or_none(call: Callable[[], _T]) -> _T | None:
-    """The result of `call`, or None if this torch version does not support it."""
-    try:
-        return call()
-    except Exception:
-        return None
-
-
 def read_torch() -> TorchBuild:
     """Describe the torch that `import torch` finds; never raises."""
     try:
@@ -95,10 +85,10 @@ def read_torch() -> TorchBuild:
         return TorchBuild(installed=True, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
     # get_arch_list() is empty if no GPU is visible; the compiled-in flags are always available.
-    flags = _or_none(lambda: torch._C._cuda_getArchFlags())
-    archs = flags.split() if flags else _or_none(lambda: torch.cuda.get_arch_list())
-    nccl = bool(_or_none(lambda: torch.distributed.is_nccl_available()))
-    nccl_version = _or_none(lambda: torch.cuda.nccl.version()) if nccl else None
+    flags = or_none(lambda: torch._C._cuda_getArchFlags())
+    archs = flags.split() if flags else or_none(lambda: torch.cuda.get_arch_list())
+    nccl = bool(or_none(lambda: torch.distributed.is_nccl_available()))
+    nccl_version = or_none(lambda: torch.cuda.nccl.version()) if nccl else None
     return TorchBuild(
         installed=True,
         version=str(torch.__version__),
@@ -107,9 +97,9 @@ def read_torch() -> TorchBuild:
         archs=tuple(archs or ()),
         nccl=nccl,
         nccl_version=".".join(str(part) for part in nccl_version) if isinstance(nccl_version, tuple) else None,
-        gloo=bool(_or_none(lambda: torch.distributed.is_gloo_available())),
-        threads=_or_none(lambda: torch.get_num_threads()),
-        cpu_capability=_or_none(lambda: torch.backends.cpu.get_cpu_capability()),
+        gloo=bool(or_none(lambda: torch.distributed.is_gloo_available())),
+        threads=or_none(lambda: torch.get_num_threads()),
+        cpu_capability=or_none(lambda: torch.backends.cpu.get_cpu_capability()),
     )
 
 

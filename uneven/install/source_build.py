@@ -21,7 +21,7 @@ from uneven.hardware.torchbuild import release
 from uneven.install.builds import Build, ask, builds_folder, check_name, home, installing, python_of, record
 from uneven.install.new_build import check_absent, environment_command, own_package
 from uneven.install.steps import Step, run_steps
-from uneven.install.toolkits import Arch, Toolkit, ToolkitRange, find_toolkits, toolkits_for
+from uneven.install.toolkits import Arch, Toolkit, ToolkitRange, dotted, find_toolkits, toolkits_for
 
 SOURCES = "https://github.com/pytorch/pytorch"
 DEFAULT_TORCH = "2.13.0"
@@ -113,7 +113,7 @@ def plan_source_build(
     chosen, why = (jobs, "as given") if jobs else choose_jobs(machine)
     name = check_name(name or "-".join(arch.sm.replace("_", "") for arch in archs))
     work = builds_folder() / name / "source"
-    cuda_home = toolkit.home if toolkit else Path("/usr/local") / f"cuda-{_dotted(toolkits.oldest)}"
+    cuda_home = toolkit.home if toolkit else Path("/usr/local") / f"cuda-{dotted(toolkits.oldest)}"
     has_cudnn = machine.has_cudnn
     return SourceBuild(
         name=name,
@@ -129,10 +129,6 @@ def plan_source_build(
         missing=_missing(machine, toolkits, toolkit),
         notes=() if has_cudnn else ("cuDNN is not found: torch is built without it, and convolutions will be slow",),
     )
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def choose_jobs(machine: BuildMachine) -> tuple[int, str]:
@@ -220,7 +216,7 @@ def _missing(machine: BuildMachine, toolkits: ToolkitRange, toolkit: Toolkit | N
     """What this machine lacks, each with what to install; cmake and ninja come with the requirements of the sources."""
     missing = []
     if toolkit is None:
-        found = ", ".join(f"CUDA {_dotted(one.version)} in {one.home}" for one in machine.toolkits)
+        found = ", ".join(f"CUDA {dotted(one.version)} in {one.home}" for one in machine.toolkits)
         missing.append(f"nvcc of the CUDA toolkit {toolkits} (found: {found or 'none'}; CUDA_HOME names another one)")
     if machine.tools.get("git") is None:
         missing.append("git")

@@ -72,10 +72,10 @@ class ToolkitRange:
         return self.oldest <= version and (self.newest is None or version <= self.newest)
 
     def __str__(self) -> str:
-        oldest = _dotted(self.oldest)
+        oldest = dotted(self.oldest)
         if self.newest is None:
             return f"{oldest} or newer"
-        return oldest if self.newest == self.oldest else f"{oldest} to {_dotted(self.newest)}"
+        return oldest if self.newest == self.oldest else f"{oldest} to {dotted(self.newest)}"
 
     @property
     def image(self) -> str | None:
@@ -84,7 +84,7 @@ class ToolkitRange:
         return None if tag is None else f"nvidia/cuda:{tag}-cudnn-devel-ubuntu22.04"
 
 
-def _dotted(version: Version) -> str:
+def dotted(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
@@ -97,7 +97,7 @@ def parse_archs(text: str) -> tuple[Arch, ...]:
             raise InputError(f"--archs {text!r}: allowed are compute capabilities as in '6.1;12.0' or '8.6+PTX'")
         capability = (int(match[1]), int(match[2]))
         if capability not in _RANGES:
-            known = " ".join(_dotted(one) for one in _RANGES)
+            known = " ".join(dotted(one) for one in _RANGES)
             raise InputError(f"--archs {text!r}: torch 2.8 and newer cannot be built for {word}; known are {known}")
         ptx = bool(match[3]) or (capability in found and found[capability].ptx)
         found[capability] = Arch(capability, ptx)
@@ -116,8 +116,8 @@ def toolkits_for(archs: Sequence[Arch]) -> ToolkitRange:
     assert last is not None
     if last < first:
         raise InputError(
-            f"no CUDA toolkit compiles for both {newest} (up to CUDA {_dotted(last)}) and {oldest} (from CUDA "
-            f"{_dotted(first)} on): leave one of them out"
+            f"no CUDA toolkit compiles for both {newest} (up to CUDA {dotted(last)}) and {oldest} (from CUDA "
+            f"{dotted(first)} on): leave one of them out"
         )
     return ToolkitRange(first, last)
 

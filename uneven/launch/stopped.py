@@ -8,7 +8,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from uneven.hardware.cgroup import read_text
+from uneven.hardware.optional import read_text
 from uneven.launch.cleanup import pid_namespace, process_start, process_state
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

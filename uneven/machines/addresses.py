@@ -15,21 +15,21 @@ def choose_address(
     that of the only physical one. InputError with what there is where that does not settle it."""
     if interfaces is None:
         interfaces, route = read_interfaces(), default_route()
-    ready = [interface for interface in interfaces if interface.is_up and _addresses(interface)]
-    known = ", ".join(f"{address} ({one.name})" for one in ready for address in _addresses(one)) or "none"
+    ready = [interface for interface in interfaces if interface.is_up and interface.reachable]
+    known = ", ".join(f"{address} ({one.name})" for one in ready for address in one.reachable) or "none"
     if bind is not None:
         if bind in ("0.0.0.0", "::", "*"):
             raise InputError(f"--bind {bind}: listening on all interfaces is refused; this machine has {known}")
         named = [interface for interface in ready if interface.name == bind]
         if named:
-            return _addresses(named[0])[0]
+            return named[0].reachable[0]
         if not any(bind in (*one.v4, *one.v6) for one in ready) and not bind.startswith("127."):
             raise InputError(f"--bind {bind}: no address of this machine; it has {known}")
         return bind
     physical = [interface for interface in ready if interface.kind == "physical"]
     routed = [interface for interface in ready if interface.name == route]
     if len(found := routed or physical) == 1:
-        return _addresses(found[0])[0]
+        return found[0].reachable[0]
     why = "several interfaces and no default route" if found else "no interface that leads to other machines"
     raise InputError(f"this machine has {why}: choose its address by --bind ADDRESS; it has {known}")
 
@@ -54,8 +54,3 @@ def unique_labels(hosts: Sequence[str]) -> tuple[str, ...]:
         names = (host, *(f"{host}#{count}" for count in range(2, len(hosts) + 1)))
         labels.append(next(name for name in names if name not in labels))
     return tuple(labels)
-
-
-def _addresses(interface: Interface) -> tuple[str, ...]:
-    """Those that other machines can reach, IPv4 first: an address of the link alone needs its interface named too."""
-    return (*interface.v4, *(address for address in interface.v6 if not address.lower().startswith("fe80:")))
