@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
     with pytest.raises(MachineError, match=words) as caught:
         make_out_folder(tmp_path / "run")
     assert "out=" in str(caught.value)

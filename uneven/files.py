@@ -10,11 +10,11 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from uneven.errors import InputError, MachineError
 
@@ -80,25 +80,28 @@ def finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
-    """Replace a file's content: afterwards it holds all of the new one, or, after a failure, still the old one.
-
-    The unfinished file is in `work` (default: the same folder), which must be on the same file system. A device or a
-    pipe, such as /dev/stdout, is written into and stays what it is.
-    """
+    """Replace a file's content. A device or a pipe, such as /dev/stdout, is written into and stays what it is."""
     if _is_special(path):
         path.write_bytes(content)
         return
-    handle, temporary = tempfile.mkstemp(dir=work or path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+    with replacing(path, work) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, work: Path | None = None) -> Iterator[IO[bytes]]:
+    """Write a file that takes the place of `path` at the end: that holds all of the new content, or after a failure the
+    old one. `file.name` is its path until then, in `work` (default: the same folder), on the same file system."""
+    with tempfile.NamedTemporaryFile(dir=work or path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; results are meant to be read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+            os.chmod(file.name, 0o644)  # it is made private; results are meant to be read
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
     with suppress(FileNotFoundError):  # renamed by who waited for this file, and syncs what it renames
         sync_folder(path.parent)
 

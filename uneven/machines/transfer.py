@@ -8,7 +8,6 @@ name it is whole: it is written beside its place, compared with its checksum, sy
 import os
 import re
 import socket
-import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.files import sync_folder
+from uneven.files import replacing
 from uneven.machines.wire import Connection, WireError, greet
 
 CONNECT_S = 10.0
@@ -74,28 +73,17 @@ def receive_file(
         raise WireError(f"{name}: a size of {str(size)[:40]} bytes, where {limit:,} are allowed")
     pieces = connection.pieces(size, STALL_S)
     try:
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-        try:
+        with replacing(folder / name) as file:
             found = unsynced = 0
-            with os.fdopen(handle, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                    found, unsynced = zlib.crc32(piece, found), unsynced + len(piece)
-                    if unsynced >= _SYNC:  # or the sender of a large file waits for its end too long
-                        file.flush()
-                        os.fsync(file.fileno())
-                        unsynced = 0
-                if f"{found:08x}" != crc:
-                    raise RefusedError(f"{name} was damaged on its way: its crc32 is {found:08x} instead of {crc}")
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(draft, 0o644)  # mkstemp makes it private; results are meant to be read
-            os.replace(draft, folder / name)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
-        with suppress(FileNotFoundError):  # renamed by rank 0, which has seen its last file, and synced
-            sync_folder(folder)
+            for piece in pieces:
+                file.write(piece)
+                found, unsynced = zlib.crc32(piece, found), unsynced + len(piece)
+                if unsynced >= _SYNC:  # or the sender of a large file waits for its end too long
+                    file.flush()
+                    os.fsync(file.fileno())
+                    unsynced = 0
+            if f"{found:08x}" != crc:
+                raise RefusedError(f"{name} was damaged on its way: its crc32 is {found:08x} instead of {crc}")
     except WireError:
         raise
     except OSError:

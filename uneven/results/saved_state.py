@@ -3,8 +3,6 @@
 Used by `uneven state` (results/contents.py, results/comparison.py) and by the export of a model.
 """
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.files import NO_STATE, folder_error, sync_folder
+from uneven.files import NO_STATE, folder_error, replacing
 from uneven.results.checkpoint import STATE, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
 from uneven.results.record import RECORD, check_files, read_record
@@ -101,28 +99,11 @@ def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
         raise InputError(f"--to {to}: the model's {other} is no tensor, which such a file must hold; name a .pt file")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}.")
-        os.close(handle)
-        try:
-            _write(Path(temporary), to.suffix, tensors, tied, extra)
-            os.chmod(temporary, 0o644)  # mkstemp makes it private
-            os.replace(temporary, to)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        sync_folder(to.parent)
+        with replacing(to) as file:
+            if to.suffix == ".safetensors":
+                write_tensors(Path(file.name), tensors, tied)
+            else:
+                torch.save({**tensors, **{name: tensors[source] for name, source in tied.items()}, **extra}, file)
     except OSError as error:
         raise folder_error(to.parent, error, "--to FILE") from error
     return to.stat().st_size
-
-
-def _write(
-    path: Path, suffix: str, tensors: dict[str, Tensor], tied: Mapping[str, str], extra: Mapping[str, Any]
-) -> None:
-    if suffix == ".safetensors":
-        write_tensors(path, tensors, tied)
-        return
-    with path.open("wb") as file:
-        torch.save({**tensors, **{name: tensors[source] for name, source in tied.items()}, **extra}, file)
-        file.flush()
-        os.fsync(file.fileno())
