@@ -73,7 +73,7 @@ LONGEST = (
     "cli/test_exit_codes.py",
     "network/test_join.py",
     "network/test_engines.py",
-    "launch/test_resume_ranks.py",
+    "launch/checks/test_resume_ranks.py",
     "api/test_loop_resume.py",
     "test_shape.py",
     "cli/test_bench.py",
@@ -153,7 +153,7 @@ def _processes_are_forked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _runs_are_remembered_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Not in the home of whoever runs the tests (launch/history.py)."""
+    """Not in the home of whoever runs the tests (launch/control/history.py)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

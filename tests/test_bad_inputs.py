@@ -295,7 +295,7 @@ def test_the_functions_are_tried_before_ranks_start_without_a_trace(
 
 
 def test_a_function_that_hangs_or_fails_by_itself_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("uneven.launch.trial.LIMIT_S", 0.3)
+    monkeypatch.setattr("uneven.launch.checks.trial.LIMIT_S", 0.3)
     monkeypatch.setattr("uneven.launch.run.train_on_ranks", lambda *_, **__: pytest.fail("ranks"))
     before = psutil.Process().children()
 

@@ -168,7 +168,7 @@ BENCH = (
 BENCH_MAY_USE = (
     *("bench", "config", "data", "errors", "files", "format", "graph", "hardware", "parallel", "results", "timeline"),
     "version",
-    *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.preflight", "launch.requests"),
+    *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.checks.preflight", "launch.requests"),
     *("launch.run", "launch.script"),
     "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),

@@ -32,8 +32,8 @@ from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.checks.preflight import settle
 from uneven.launch.launcher import run_ranks
-from uneven.launch.preflight import settle
 from uneven.launch.requests import Requests
 from uneven.parallel.reducer import Reducer
 from uneven.policy.events import Events

@@ -29,7 +29,7 @@ PARSED = {
     "srun ": "needs Slurm",
     "--nodes": "waits for a second machine",
     "--hosts": "starts other machines over ssh",
-    "uneven join": "needs a leader on another machine; tests/launch/test_join.py has both ends",
+    "uneven join": "needs a leader on another machine; tests/launch/nodes/test_join.py has both ends",
     "UNEVEN_DATA=": "a download",
     "uneven data get cifar10": "a download",
     "cuda:": "needs GPUs",
@@ -169,7 +169,7 @@ def call(
     (tmp_path / "work" / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr("uneven.launch.context._contexts", [])
-    monkeypatch.setattr("uneven.launch.ask.find_runs", list)  # those of this user are none of our business
+    monkeypatch.setattr("uneven.launch.control.ask.find_runs", list)  # those of this user are none of our business
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("UNEVEN_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("UNEVEN_HOME", str(tmp_path / "home"))

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.cli.documents import check_document
-from tests.launch.test_listing import HEARD, home
+from tests.launch.control.test_listing import HEARD, home
 from uneven.cli import main as command_line
 from uneven.cli.front_schemas import FRONT
-from uneven.launch import history
-from uneven.launch.listing import FINISHED, STOPPED, Listing
-from uneven.launch.live_status import describe
-from uneven.launch.rank_log import LogFile
+from uneven.launch.control import history
+from uneven.launch.control.listing import FINISHED, STOPPED, Listing
+from uneven.launch.control.live_status import describe
+from uneven.launch.control.rank_log import LogFile
 
 __all__ = ["home"]
 Call = Callable[..., tuple[int, str, str]]

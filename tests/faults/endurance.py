@@ -29,7 +29,7 @@ from torch import nn
 
 from tests.faults.cases import POLICIES
 from uneven import Callback, TensorData, TrainedState, fit
-from uneven.launch import deadlines
+from uneven.launch.watch import deadlines
 
 ROOT = Path(__file__).parents[2]
 START = "from tests.faults.endurance import train; train()"

@@ -28,9 +28,9 @@ from tests.faults.cases import BATCH, Case
 from tests.faults.fault import INSIDE
 from tests.faults.inside import flip_next, hold_lock
 from uneven import Callback, TensorData, fit
-from uneven.launch import deadlines
 from uneven.launch.membership import StoreMembership
-from uneven.launch.watch import Watch
+from uneven.launch.watch import deadlines
+from uneven.launch.watch.watch import Watch
 from uneven.train.membership import Generation
 
 DUMP = signal.SIGUSR2  # prints the stacks of all threads to stack-PID

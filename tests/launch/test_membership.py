@@ -20,7 +20,6 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.generations import Generations
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     LEAVE,
@@ -39,6 +38,7 @@ from uneven.launch.local_ranks import Newcomer
 from uneven.launch.membership import StoreMembership, waiting_limit_s
 from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
 from uneven.launch.rank_place import RankPlace
+from uneven.launch.watch.generations import Generations
 from uneven.train.membership import Generation
 from uneven.train.rank_info import RankInfo
 
@@ -48,7 +48,7 @@ CONFIG = RunConfig(batch_size=4, epochs=1, devices="cpu,cpu,cpu", backend="gloo"
 
 
 class Launcher:
-    """Publishes generations as launch/watch.py does, and runs what a rank does on a thread."""
+    """Publishes generations as launch/watch/watch.py does, and runs what a rank does on a thread."""
 
     def __init__(self) -> None:
         self.store, self.port = open_store()

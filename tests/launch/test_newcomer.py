@@ -16,7 +16,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import RefusedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.agreement import describe_data
+from uneven.launch.checks.agreement import describe_data
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.newcomer import RUN, check_newcomer, describe_run, facts_key
 from uneven.train.rank_info import RankInfo

@@ -26,7 +26,7 @@ from tests.faults import (
 )
 from tests.faults import start as start
 from uneven.comm.store import get_text
-from uneven.launch import watch
+from uneven.launch.watch import watch
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

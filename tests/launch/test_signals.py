@@ -22,7 +22,7 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.requests import Requests
 from uneven.launch.signals import SAME_S, SIGNALS, Stoppable
-from uneven.launch.watch import Watch
+from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 
 

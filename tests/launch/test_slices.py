@@ -22,7 +22,7 @@ from uneven import Ddp, InputError, RankError, fit
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
-from uneven.launch.engines import read_engine
+from uneven.launch.external.engines import read_engine
 from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
@@ -114,7 +114,7 @@ def test_neither_ctrl_c_nor_a_killed_launcher_leaves_anything(
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that are not there pass for once, and what `uneven run` changes in its process is put back."""
     monkeypatch.setattr("uneven.launch.script.check_device", lambda _: None)
-    monkeypatch.setattr("uneven.launch.preflight.check_device", lambda _: None)
+    monkeypatch.setattr("uneven.launch.checks.preflight.check_device", lambda _: None)
     monkeypatch.setattr("uneven.launch.context._contexts", [])
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))

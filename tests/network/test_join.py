@@ -9,7 +9,7 @@ import torch
 
 from tests.network.joined_script import BATCH, RANKS, train
 from tests.network.namespaces import ROOT, Machine, needs_namespaces, network
-from uneven.launch.history import ended_runs
+from uneven.launch.control.history import ended_runs
 
 pytestmark = needs_namespaces
 SCRIPT = str(ROOT / "tests" / "network" / "joined_script.py")

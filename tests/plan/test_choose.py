@@ -19,10 +19,10 @@ from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.files import make_out_folder, read_json
 from uneven.hardware.device import parse_devices
+from uneven.launch.checks.preflight import settle
 from uneven.launch.context import process_context
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.predicted import hand_down
-from uneven.launch.preflight import settle
 from uneven.launch.visitor import LeftScript, RunVisitor
 from uneven.plan import choose as choosing
 from uneven.plan import plan as plans

@@ -16,8 +16,8 @@ from uneven.api.loop_inputs import check_loop
 from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
+from uneven.launch.checks.preflight import settle
 from uneven.launch.find_script import Script
-from uneven.launch.preflight import settle
 from uneven.launch.requests import Requests
 from uneven.plan import own_loop
 from uneven.plan.own_loop import Stretch, probe_script, run_stretch, stretch_settings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forked import ForkedPopen
-from uneven.launch.rank_log import LogFile, Tee
+from uneven.launch.control.rank_log import LogFile, Tee
 from uneven.results.progress import Reporter
 
 SCRIPT = """

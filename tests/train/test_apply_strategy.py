@@ -28,7 +28,7 @@ from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
-from uneven.launch.preflight import settle
+from uneven.launch.checks.preflight import settle
 from uneven.parallel.catalog import make_strategy
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.tensor_parallel import Columns, Places, Plan, Rows, Words

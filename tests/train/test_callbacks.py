@@ -193,7 +193,7 @@ def test_all_ranks_raise_and_the_failing_one_keeps_the_cause(monkeypatch: pytest
     assert sorted(seen) == [0, 1, 2]
     assert all("callback Fails.on_eval failed on rank 1 at step 3: ValueError: boom" in str(e) for e in seen.values())
     assert isinstance(seen[1].__cause__, ValueError)
-    assert ["peer" in str(seen[rank]) for rank in range(3)] == [True, False, True]  # see launch/watch.py
+    assert ["peer" in str(seen[rank]) for rank in range(3)] == [True, False, True]  # see launch/watch/watch.py
 
 
 def test_a_wrong_input_found_by_a_callback_is_one() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from tests.launch.test_resume import make, step
+from tests.launch.checks.test_resume import make, step
 from tests.train.test_resume import assert_same
 from uneven import InputError, TensorData, TrainedState, fit
 from uneven.files import write_atomically

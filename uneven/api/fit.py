@@ -26,9 +26,9 @@ from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
+from uneven.launch.checks.preflight import prepare
 from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.ended import save_interrupted, save_results
-from uneven.launch.preflight import prepare
 from uneven.launch.run import starting
 from uneven.launch.signals import SIGNALS
 from uneven.launch.start import Start

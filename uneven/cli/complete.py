@@ -54,7 +54,7 @@ def _gpus() -> list[int]:
 def live_runs(incomplete: str) -> list[str]:
     """The runs of this user on this machine, by their ids."""
     with suppress(Exception):
-        from uneven.launch import known_runs
+        from uneven.launch.control import known_runs
 
         return [run.id for run in known_runs.live_runs() if run.id.startswith(incomplete)]
     return []
@@ -63,7 +63,7 @@ def live_runs(incomplete: str) -> list[str]:
 def all_runs(incomplete: str) -> list[str]:
     """The same, and those that have ended."""
     with suppress(Exception):
-        from uneven.launch import known_runs
+        from uneven.launch.control import known_runs
 
         return [run.id for run in known_runs.known_runs() if run.id.startswith(incomplete)]
     return []

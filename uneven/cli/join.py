@@ -14,7 +14,7 @@ from uneven.cli import complete
 
 if TYPE_CHECKING:
     from uneven.hardware.presence import Presence
-    from uneven.launch.node import JoinOptions
+    from uneven.launch.nodes.node import JoinOptions
 
 Devices = Annotated[
     str,
@@ -80,7 +80,7 @@ def join(
       uneven join 192.0.2.10:29400 --token-file token --only-when-idle --between 22:00-07:00 --not-on-battery
     """
     from uneven.hardware.presence import Presence, Rules, parse_between
-    from uneven.launch.node import JoinOptions
+    from uneven.launch.nodes.node import JoinOptions
     from uneven.launch.results_file import stdout_to_stderr
     from uneven.machines.options import need_token, read_token
 
@@ -100,7 +100,7 @@ def join(
 def _take_part(options: "JoinOptions", presence: "Presence | None", say: Callable[[str], None]) -> dict[str, float]:
     """Join, and after a machine that was needed is free again once more; how often, and how long it took."""
     from uneven.hardware.presence import wait_until_free
-    from uneven.launch.node import join_run
+    from uneven.launch.nodes.node import join_run
 
     begin_s, joined, may_return = time.monotonic(), 0, True
     while may_return:

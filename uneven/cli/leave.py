@@ -43,7 +43,7 @@ def leave(
       uneven leave 4711 --json
     """
     from uneven.errors import InputError, RankError
-    from uneven.launch.ask import ask_to_leave, choose_run
+    from uneven.launch.control.ask import ask_to_leave, choose_run
 
     if any(number < 0 for number in rank or ()):
         raise InputError(f"--rank {min(rank or ())}: ranks are numbered from 0, as the run prints them")

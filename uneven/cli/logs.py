@@ -12,8 +12,8 @@ from uneven.cli import complete
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.launch.known_runs import KnownRun
-    from uneven.launch.read_logs import Line, LogReader
+    from uneven.launch.control.known_runs import KnownRun
+    from uneven.launch.control.read_logs import Line, LogReader
 
 POLL_S = 0.2
 
@@ -50,8 +50,8 @@ def logs(
 
       uneven logs runs/my-run --json
     """
-    from uneven.launch.known_runs import choose_known
-    from uneven.launch.read_logs import LogReader
+    from uneven.launch.control.known_runs import choose_known
+    from uneven.launch.control.read_logs import LogReader
 
     if lines is not None and lines < 0:
         raise InputError(f"--lines {lines}: allowed are whole numbers from 0 on")
@@ -76,7 +76,7 @@ def logs(
 
 
 def _follow(chosen: "KnownRun", reader: "LogReader", is_named: bool, timestamps: bool) -> None:
-    from uneven.launch.known_runs import known_runs
+    from uneven.launch.control.known_runs import known_runs
 
     is_live = True
     while is_live:

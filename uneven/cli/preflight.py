@@ -45,7 +45,7 @@ def preflight(
         _check_here(found, devices, as_json)
         return
     from uneven.errors import InputError
-    from uneven.launch.lead import CHECKED, lead_script
+    from uneven.launch.nodes.lead import CHECKED, lead_script
 
     if found is None:
         raise InputError("preflight --nodes needs the script, which the machines compare: uneven preflight train.py")

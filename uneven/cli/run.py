@@ -64,7 +64,7 @@ def run(
     if not as_json:
         _run(found, options)
         return
-    from uneven.launch.engines import read_engine
+    from uneven.launch.external.engines import read_engine
     from uneven.launch.results_file import collected_results
 
     begin_s = time.monotonic()
@@ -96,7 +96,7 @@ def _run(script: Script, options: dict[str, Any]) -> None:
         _run_on_engine(engine, script, given, machines)
         return
     if machines is not None:
-        from uneven.launch.lead import lead_script
+        from uneven.launch.nodes.lead import lead_script
 
         lead_script(script, given, machines)
         return
@@ -110,7 +110,7 @@ def _run(script: Script, options: dict[str, Any]) -> None:
 
 def _run_by_plan(script: Script, given: dict[str, Any]) -> None:
     """--policy auto: probe in a process of its own, then run with what it chose."""
-    from uneven.launch.engines import read_engine
+    from uneven.launch.external.engines import read_engine
     from uneven.launch.script import run_script
     from uneven.plan.script import choose_for_script
 
@@ -127,7 +127,7 @@ def _run_on_engine(engine: str, script: Script, settings: dict[str, Any], machin
         raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option")
     if machines is not None:
         raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
-    from uneven.launch.ray_engine import run_on_ray
+    from uneven.launch.external.ray_engine import run_on_ray
 
     run_on_ray(script, settings)
 
@@ -161,7 +161,7 @@ def find_sources(script: Script, options: Mapping[str, Any]) -> dict[str, Source
 
 def _say_sources(sources: Mapping[str, Sourced]) -> None:
     """One line for what was not typed: a file or a variable may be forgotten. Of many ranks the first one says it."""
-    from uneven.launch.engines import read_engine
+    from uneven.launch.external.engines import read_engine
 
     quiet = [name for name, found in sources.items() if found.is_from_outside and not found.is_flag]
     engine = read_engine()

@@ -16,7 +16,7 @@ from uneven.format import format_clock
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from uneven.launch.known_runs import KnownRun
+    from uneven.launch.control.known_runs import KnownRun
 
 EVERY_S = 1.0
 WIDTH = 160  # where the output is no terminal
@@ -52,7 +52,7 @@ def status(
 
       uneven status k3f9ad1 --watch
     """
-    from uneven.launch.known_runs import choose_known, known_runs, live_runs
+    from uneven.launch.control.known_runs import choose_known, known_runs, live_runs
 
     if watch and as_json:
         raise InputError("--watch with --json: JSON is one document; call uneven status --json again and again")

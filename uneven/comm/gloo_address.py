@@ -1,8 +1,8 @@
 """Where Gloo listens and connects: at the interface that is named, or at one address where that would not do.
 
 Gloo takes the first address of GLOO_SOCKET_IFNAME's interface, and IPv4 comes first: beside a machine that has IPv6
-alone it fails (`ss_family 10 vs 2`). Then launch/interface.py names the address here, and comm/group.py asks for the
-backend's name.
+alone it fails (`ss_family 10 vs 2`). Then launch/external/interface.py names the address here, and comm/group.py asks
+for the backend's name.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A message that arrived with other bits than it was sent with: the words for it, and who had sent it.
 
-Ranks tell the launcher in words why they have lost their group; launch/watch.py leaves a rank out that sends wrong bits
-twice in a row.
+Ranks tell the launcher in words why they have lost their group; launch/watch/watch.py leaves a rank out that sends
+wrong bits twice in a row.
 """
 
 import re

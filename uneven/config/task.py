@@ -59,7 +59,7 @@ class Task:
     loading: Loading = Loading()
     callbacks: tuple[Any, ...] = ()
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
-    # What the functions made where the script runs, for ranks to compare with (launch/made.py).
+    # What the functions made where the script runs, for ranks to compare with (launch/checks/made.py).
     made: Mapping[str, Mapping[str, str]] | None = None
 
 
@@ -109,7 +109,7 @@ def check_evaluation(evaluation: Evaluation) -> None:
 def _check_dataset(name: str, dataset: Any) -> None:
     check_data(name, dataset)
     if is_stream(dataset):
-        return  # data/source.py knows how it is read, and launch/streams.py checks it
+        return  # data/source.py knows how it is read, and launch/checks/streams.py checks it
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(
             f"{name} must be map-style, with len() and indexing, or a stream: an IterableDataset whose __iter__ begins "

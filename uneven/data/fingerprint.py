@@ -1,8 +1,8 @@
 """What a data set holds, described so that the machines of a run can compare it before they train.
 
-Ranks of several machines call `describe_data` (launch/parity.py), one per machine, exchange the descriptions (plain
-JSON), and `compare_data` names the first difference. Tensors are read whole up to a size, other data sets at a few
-fixed positions, files by name, order, size, row groups and content. Bounded in time and bytes; a stream is not
+Ranks of several machines call `describe_data` (launch/checks/parity.py), one per machine, exchange the descriptions
+(plain JSON), and `compare_data` names the first difference. Tensors are read whole up to a size, other data sets at a
+few fixed positions, files by name, order, size, row groups and content. Bounded in time and bytes; a stream is not
 consumed, and no random state is disturbed. What a data set draws at random in a sample is left out: it shows, because
 every sample is read under two seeds.
 """

@@ -1,7 +1,7 @@
 """log.json, the record of which rank trained which samples of which slot; a run with `replay=` repeats it bit by bit.
 
-Written through results/state.py, read by launch/preflight.py and the synchronizers in train/. The file also holds every
-setting that must be equal for the recorded parts to describe the same computation.
+Written through results/state.py, read by launch/checks/preflight.py and the synchronizers in train/. The file also
+holds every setting that must be equal for the recorded parts to describe the same computation.
 """
 
 import json

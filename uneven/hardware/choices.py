@@ -1,7 +1,7 @@
 """What follows from the devices of a run before it starts: precision, backend, and whether the devices match.
 
-Called by launch/preflight.py; `uneven diagnose` prints the precision too. Every choice is returned with its reason, and
-both are printed.
+Called by launch/checks/preflight.py; `uneven diagnose` prints the precision too. Every choice is returned with its
+reason, and both are printed.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Whether this machine may take part in a run now, or somebody needs it: by its use, the time of day and its power.
 
 `uneven join` asks before it joins and waits until it may (`--only-when-idle`, `--between`, `--not-on-battery`), and
-asks again during the run: a machine that is needed leaves it, and comes back (launch/departure.py). The
+asks again during the run: a machine that is needed leaves it, and comes back (launch/nodes/departure.py). The
 decision is pure: `Presence.answer` gets what was read and remembers only since when the machine is idle. Read without
 root, on Linux: the CPU time of processes that are not ours (hardware/interference.py), when somebody last typed in a
 terminal (as `w` shows it), and the power supply. A keyboard that is used in a graphical session alone shows as CPU use
@@ -204,7 +204,7 @@ def wait_until_free(
 ) -> None:
     """Return once this machine may take part; says why it waits, whenever the reason becomes another one.
 
-    The same `presence` is asked during the run (launch/departure.py); None where there is no rule.
+    The same `presence` is asked during the run (launch/nodes/departure.py); None where there is no rule.
     """
     if presence is None:
         return

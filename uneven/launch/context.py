@@ -1,8 +1,8 @@
 """The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
 There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
-run`, or an engine: torchrun, Slurm, Kubernetes (launch/engines.py). All of api/ and every rank process get their Worker
-and their group here. A script may train several times: each run has a group and keys in the launcher's store.
+run`, or an engine: torchrun, Slurm, Kubernetes (external/engines.py). All of api/ and every rank process get their
+Worker and group here. A script may train several times: each run has a group and keys in the launcher's store.
 """
 
 import os
@@ -24,19 +24,19 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import newcomer
-from uneven.launch.agreement import describe_data
-from uneven.launch.assemble import assemble, await_all, tell_refusal
+from uneven.launch.checks.agreement import describe_data
+from uneven.launch.checks.resume import content_lines
 from uneven.launch.cleanup import reach_leader
-from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
+from uneven.launch.external.assemble import assemble, await_all, tell_refusal
+from uneven.launch.external.engines import read_engine
+from uneven.launch.external.peers import PeerWatch, watch_peers
+from uneven.launch.external.placement import Placement, name_devices, take_cores
 from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
-from uneven.launch.peers import PeerWatch, watch_peers
-from uneven.launch.placement import Placement, name_devices, take_cores
 from uneven.launch.rank_place import NOT_OVER, RankPlace
 from uneven.launch.requests import GRACE_S, Requests
-from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.shown import Shown
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received

@@ -1,8 +1,8 @@
 """What the launcher of this process said about it: rank, world size, and the address of the ranks' store.
 
-Made by launch/engines.py from the variables of torchrun, Slurm, Kubernetes or Open MPI, and by launch/rank.py from the
-plan of `uneven run` and `fit`. Those hand theirs over in a file and set no variables: a program that the user's script
-starts must not take itself for a rank.
+Made by launch/external/engines.py from the variables of torchrun, Slurm, Kubernetes or Open MPI, and by launch/rank.py
+from the plan of `uneven run` and `fit`. Those hand theirs over in a file and set no variables: a program that the
+user's script starts must not take itself for a rank.
 """
 
 import socket
@@ -33,7 +33,7 @@ def new_member_id(place: str, host: str | None = None) -> str:
 class LaunchEnvironment:
     """One process among `world_size`, as its launcher numbered them, and the address of their store.
 
-    What an engine does not say is None. `host` may be a name until launch/locate.py has made it a number.
+    What an engine does not say is None. `host` may be a name until launch/external/locate.py has made it a number.
     """
 
     launcher: str  # "fit", "uneven run", the name of an engine, or ALONE

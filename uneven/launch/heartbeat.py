@@ -1,8 +1,8 @@
 """Heartbeats: each rank writes its status to the launcher's store a few times a second, and reads the stop request.
 
 A thread with a store client of its own does both, so that a rank inside a long step still sends heartbeats, and one
-that is stopped or dead does not. launch/watch.py is the reader. Without a store there is no launcher any more: the
-rank is an orphan, and `on_orphaned` ends it.
+that is stopped or dead does not. launch/watch/watch.py is the reader. Without a store there is no launcher any more:
+the rank is an orphan, and `on_orphaned` ends it.
 """
 
 import json

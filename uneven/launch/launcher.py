@@ -1,4 +1,4 @@
-"""Starts a run's rank processes on this machine and collects what they leave. launch/watch.py watches over them.
+"""Starts a run's rank processes on this machine and collects what they leave. launch/watch/watch.py watches over them.
 
 Called by `fit` (launch/run.py) with a task, by `uneven run` (launch/script.py) with a script, and by bench/ with a
 program. When `run_ranks` returns or raises, no process and no file of the run is left, the daemon that serves slices
@@ -15,14 +15,14 @@ from uneven.errors import InputError, MachineError
 from uneven.hardware.device import Device
 from uneven.hardware.mps import check_slices
 from uneven.hardware.roster import Roster
+from uneven.launch.control.leave_requests import RequestFiles
+from uneven.launch.control.listing import Listing, listed
 from uneven.launch.environment import new_member_id
-from uneven.launch.leave_requests import RequestFiles
-from uneven.launch.listing import Listing, listed
 from uneven.launch.local_ranks import RunPlan, local_ranks
 from uneven.launch.payload import write_payload
 from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_result
-from uneven.launch.watch import Watch
+from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 

@@ -1,7 +1,7 @@
 """The ranks of this machine: their place among all ranks of a run, and their processes. No torch in this file.
 
-Used by launch/launcher.py where all ranks are here, and by launch/lead.py and launch/node.py where each machine starts
-its own. A node's launcher never loads torch: its ranks do.
+Used by launch/launcher.py where all ranks are here, and by launch/nodes/lead.py and launch/nodes/node.py where each
+machine starts its own. A node's launcher never loads torch: its ranks do.
 """
 
 import json
@@ -87,7 +87,7 @@ def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
 
 
 class LocalRanks(RankProcesses):
-    """The ranks of this machine. A launcher may start them again one by one (see Recruits in launch/joining.py)."""
+    """The ranks of this machine. A launcher may start them again one by one (Recruits in launch/watch/joining.py)."""
 
     def __init__(
         self,

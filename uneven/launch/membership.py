@@ -1,4 +1,4 @@
-"""The rank's side of generations: what the launcher publishes in its store (launch/watch.py), as a Membership.
+"""The rank's side of generations: what the launcher publishes in its store (launch/watch/watch.py), as a Membership.
 
 Made by launch/context.py for a worker that can go on without ranks that are lost. The heartbeat's thread reads a new
 roster first and aborts the present group, so that the thread that trains, wherever it waits, comes here.
@@ -20,7 +20,6 @@ from uneven.config import RunConfig
 from uneven.errors import GroupLostError, Left, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
-from uneven.launch.deadlines import SILENT_S, WAITING_PHASES
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     INTERVAL_S,
@@ -34,6 +33,7 @@ from uneven.launch.heartbeat import (
     suspicion_key,
 )
 from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
+from uneven.launch.watch.deadlines import SILENT_S, WAITING_PHASES
 from uneven.train.leaving import PARTING
 from uneven.train.membership import Generation
 

@@ -15,9 +15,9 @@ from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import RefusedError
-from uneven.launch.agreement import PER_RANK_SETTINGS, describe_data
+from uneven.launch.checks.agreement import PER_RANK_SETTINGS, describe_data
+from uneven.launch.checks.parity import compare_sets, describe_sets
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.parity import compare_sets, describe_sets
 from uneven.train import settle
 from uneven.train.worker import Worker
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.errors import USER_ERRORS, Left, LeftLoopError, NotFiniteError, Terminated
 from uneven.launch.cleanup import end_cut_off_rank, end_rank, record_pid, watch_launcher
+from uneven.launch.control.rank_log import FOLDER as LOGS
+from uneven.launch.control.rank_log import begin_log, end_log, rank_file
 from uneven.launch.processes import INTERRUPTED
-from uneven.launch.rank_log import FOLDER as LOGS
-from uneven.launch.rank_log import begin_log, end_log, rank_file
 from uneven.launch.signals import RankSignal
 from uneven.launch.standard_streams import open_closed_streams
 
@@ -87,7 +87,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     torch.set_num_threads(plan["threads"])
     if plan["address"] is not None:
         from uneven.hardware.network import read_interfaces
-        from uneven.launch.interface import keep_gloo_at
+        from uneven.launch.external.interface import keep_gloo_at
 
         keep_gloo_at(plan["address"], read_interfaces())
     roster = Roster(parse_devices(plan["devices"]), tuple(plan["machines"]), tuple(plan["hosts"]))
@@ -120,9 +120,9 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
 
     Every rank has that state, and stays until it is written: where rank 0 is lost meanwhile, the next one writes it.
     """
+    from uneven.launch.checks.made import compare_in_rank
     from uneven.launch.context import set_process_context
     from uneven.launch.heartbeat import HeartbeatReport
-    from uneven.launch.made import compare_in_rank
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests
     from uneven.launch.training import has_result, train_as_rank, write_state

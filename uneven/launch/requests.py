@@ -1,7 +1,8 @@
 """What is asked of a run from outside: to stop, or to save a checkpoint.
 
 Made by whoever starts a run (launch/run.py, api/fit.py, launch/script.py) and handed down to where it trains: a Worker
-in this process, or the watch over rank processes, which passes the requests on through the store (launch/watch.py).
+in this process, or the watch over rank processes, which passes the requests on through the store
+(launch/watch/watch.py).
 """
 
 import threading

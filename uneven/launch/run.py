@@ -23,14 +23,14 @@ from uneven.errors import NOTHING_TRAINED, InputError, Left, RankError, StoppedE
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
+from uneven.launch.checks.preflight import prepare
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.control.listing import STOPPED, describe_result
 from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
-from uneven.launch.listing import STOPPED, describe_result
-from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
 from uneven.launch.signals import SIGNALS, end_process, is_main_thread
 from uneven.launch.standard_streams import open_closed_streams

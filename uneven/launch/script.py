@@ -21,11 +21,11 @@ from uneven.files import check_resumed_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
-from uneven.launch.engines import read_engine
+from uneven.launch.control.listing import Listing, listed
+from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.external.engines import read_engine
 from uneven.launch.find_script import Script, refuse_no_file
-from uneven.launch.listing import Listing, listed
-from uneven.launch.rank_log import begin_log
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable

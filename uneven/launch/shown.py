@@ -1,7 +1,7 @@
 """What a rank tells of its run beside its place: the figures that are reported anyway, kept for whoever asks.
 
 Held by the process context (launch/context.py). They travel in the heartbeats to the launcher; where the run is in this
-process alone, launch/listing.py reads them. `uneven status` shows them.
+process alone, launch/control/listing.py reads them. `uneven status` shows them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from uneven.launch.control.rank_log import keep_logs_in, rank_file
 from uneven.launch.heartbeat import HeartbeatReport
-from uneven.launch.rank_log import keep_logs_in, rank_file
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker

@@ -10,9 +10,9 @@ from typing import Any
 from uneven.config import RunConfig
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
-from uneven.launch.folder_lock import HeldFolder
-from uneven.launch.listing import FINISHED, STOPPED, Listing, describe_result
-from uneven.launch.live_status import describe
+from uneven.launch.control.folder_lock import HeldFolder
+from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe_result
+from uneven.launch.control.live_status import describe
 from uneven.launch.requests import Requests
 from uneven.launch.signals import Stoppable
 from uneven.results.progress import Reporter

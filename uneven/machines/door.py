@@ -4,7 +4,7 @@ One thread talks to all strangers. Each of them has a few hundred bytes and a fe
 room for `MOST_STRANGERS` at a time, and the one that has waited longest makes room for the next: whoever opens
 thousands of connections, sends garbage or nothing at all costs a bounded amount of memory and keeps nobody out who
 answers at once. The first message of an admitted connection names its role, and `handlers` has a function for each:
-'node' for a machine that joins (launch/lead.py), 'files' for a rank that sends files.
+'node' for a machine that joins (launch/nodes/lead.py), 'files' for a rank that sends files.
 """
 
 import errno

@@ -19,10 +19,10 @@ from uneven.errors import InputError
 from uneven.hardware.cgroup import memory_limit
 from uneven.hardware.device import Device
 from uneven.hardware.interference import measure_interference
+from uneven.launch.checks.preflight import prepare
 from uneven.launch.context import process_context
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import run_ranks
-from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
 from uneven.plan.probe import (
     NO_FILES,

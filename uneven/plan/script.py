@@ -59,7 +59,7 @@ def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> 
 
 def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
     """Run the script up to where it would train; InputError where it never does."""
-    from uneven.launch.engines import read_engine
+    from uneven.launch.external.engines import read_engine
     from uneven.launch.visitor import WRAPPED, RunVisitor
 
     check_script(script, settings)

@@ -139,7 +139,8 @@ def read_checkpoint(folder: Path, rank: int | None = None) -> Checkpoint:
     """A checkpoint, all of whose files are verified; InputError in one line that names the file and what is wrong.
 
     For one `rank` of a run that goes on from it the tensors of other ranks than rank 0 and itself are neither verified
-    nor given: whoever chose the checkpoint (launch/resume.py) has verified all, and every rank would read all of them.
+    nor given: whoever chose the checkpoint (launch/checks/resume.py) has verified all, and every rank would read all of
+    them.
     """
     folder = Path(folder)
     what, record = describe(folder), read_record(folder)

@@ -66,7 +66,7 @@ class Reporter:
         self._console = _console(Terminal())
         stream: Any = sys.stderr
         if style == "bar" and hasattr(stream, "terminal"):
-            # What this process prints is kept in a log (launch/rank_log.py), which is no place for bars.
+            # What this process prints is kept in a log (launch/control/rank_log.py), which is no place for bars.
             self._console, self._log = _console(Terminal(stream.terminal)), stream.log.write
         self._bar: Progress | None = None
         self._headings: dict[int, TaskID] = {}  # of machines, where there are several

@@ -1,7 +1,7 @@
 """Checks of what the user's functions made: a model that can be trained on every device, an optimizer of its params.
 
-Called by every rank's engine and, before ranks are started, by the launcher (launch/trial.py). Each refusal is one line
-with what to do instead.
+Called by every rank's engine and, before ranks are started, by the launcher (launch/checks/trial.py). Each refusal is
+one line with what to do instead.
 """
 
 import inspect

@@ -311,7 +311,7 @@ class CallbackRunner:
 
     def _raise(self, rank: int, group: Group, failure: Mapping[str, str]) -> None:
         message = f"callback {failure['who']} failed on rank {rank} {failure['when']}: {failure['cause']}"
-        # The launcher shows the rank that failed by itself, not a peer of it: launch/watch.py.
+        # The launcher shows the rank that failed by itself, not a peer of it: launch/watch/watch.py.
         seen = "" if rank == group.rank else f" (seen by its peer, rank {group.rank})"
         kind = InputError if failure["kind"] == "input" else RankError
         raise kind(message + seen) from (self._requests.error if rank == group.rank else None)

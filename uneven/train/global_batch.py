@@ -2,7 +2,7 @@
 
 Called by the worker on all ranks, before the first shares are set. All of them compute the same from the same numbers.
 The choice replaces "auto" in the run's settings, and so it is in its state, log and checkpoints: a run that is resumed
-or replayed keeps it (launch/resume.py, launch/preflight.py).
+or replayed keeps it (launch/checks/resume.py, launch/checks/preflight.py).
 """
 
 from collections.abc import Sequence

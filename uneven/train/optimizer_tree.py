@@ -1,7 +1,7 @@
 """An optimizer's state as a checkpoint holds it: by param name, with whatever else its `state_dict` has; and back.
 
-Used by train/saves.py and train/resume.py; launch/resume.py compares the optimizer before a rank starts. Checkpoints of
-earlier versions have neither the class of the optimizer nor entries of its own.
+Used by train/saves.py and train/resume.py; launch/checks/resume.py compares the optimizer before a rank starts.
+Checkpoints of earlier versions have neither the class of the optimizer nor entries of its own.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """How a run steps its scheduler: once a step of the whole run or, by scheduler_interval="epoch", once an epoch.
 
 The Schedule itself (step/schedule.py) knows positions alone. Called by train/engine.py, and before ranks start by
-launch/trial.py.
+launch/checks/trial.py.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from uneven.bench.chaos.connections import cut
 from uneven.launch.lifeline import LIFELINE
 
 RANK = "uneven.launch.rank"
-OBSERVE = "uneven.launch.observe"
+OBSERVE = "uneven.launch.watch.observe"
 
 
 class DisturbedRun:
@@ -105,7 +105,7 @@ class DisturbedRun:
 
 
 class Observer:
-    """What the ranks of a run tell in its store, as launch/observe.py reads it in a process of its own, with torch."""
+    """What the ranks of a run tell in its store: launch/watch/observe.py reads it in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", OBSERVE, str(folder)]

@@ -22,8 +22,8 @@ from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.launch.checks.preflight import settle
 from uneven.launch.launcher import run_ranks
-from uneven.launch.preflight import settle
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 

@@ -32,8 +32,8 @@ from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
+from uneven.launch.checks.preflight import settle
 from uneven.launch.find_script import Script
-from uneven.launch.preflight import settle
 from uneven.launch.run import launch
 from uneven.launch.script import run_on_ranks
 from uneven.results.progress import Reporter

@@ -1,0 +1,199 @@
+"""Resume and replay on ranks that others have started: rank 0 chooses, and every machine gets what its ranks read.
+
+The folder to resume from or to repeat is on the machine of rank 0, and need not be on another. Rank 0 alone looks for
+the checkpoint and tells its choice through the store. It moves an earlier result aside only when all ranks have read
+what they need: one that looked by itself found half of the files (tests/api/test_resume_starts.py, once). Where the run
+has a leader, the first rank of each other machine copies what the ranks there need into a private folder
+(machines/transfer.py), which is removed after the run; else the machines must see rank 0's folder. Called by
+launch/checks/preflight.py, before a group has formed: all ranks exchange whether they can go on, and raise the same
+error where one cannot.
+"""
+
+import json
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from uneven.comm.fingerprint import TIMEOUT, agree
+from uneven.comm.store import Store
+from uneven.config import RunConfig, Task
+from uneven.data.replay import LOG
+from uneven.errors import InputError
+from uneven.hardware.roster import Roster
+from uneven.launch.checks.resume import ResumePlan, follow_plan, plan_resume
+from uneven.launch.context import ProcessContext
+from uneven.machines.wire import WireError
+from uneven.results.checkpoint import files_of_ranks
+from uneven.results.record import RECORD, crc32_of, listed_files, read_record
+from uneven.results.state import TrainedState
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What rank 0 tells the others: the folder that is read, which files it has, and where the leader shares it."""
+
+    kind: str  # "checkpoint", "result" of a run that is finished, "log" to replay, or "" where a new run begins
+    out: str | None = None
+    folder: str = ""
+    first: str = RECORD  # the file whose checksum says which folder it is
+    crc32: int = 0
+    names: tuple[str, ...] = ()
+    key: str | None = None
+
+
+def plan_together(task: Task, config: RunConfig, context: ProcessContext, roster: Roster) -> ResumePlan:
+    """What `plan_resume` does, on all ranks; InputError on all of them where one cannot go on."""
+    rank, ranks = context.environment.rank, len(roster.devices)
+    context.starts += 1  # all ranks count alike
+    store = context.environment.connect(f"start/{context.starts}")
+    meeting = _Meeting(store, rank, roster)
+    meeting.compare([f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")])
+    if config.resume is None and config.replay is None:
+        return ResumePlan(config, [])
+    if rank == 0:
+        plan, choice = meeting.tell(lambda: _choose(task, config, context, ranks))
+        meeting.agree_to_go_on(None)
+        if choice.key is not None and context.leader is not None:
+            context.leader.withdraw(choice.key)
+        return plan
+    choice = meeting.hear()
+    found: ResumePlan | None = None
+    fault: str | None = None
+    try:
+        found = _follow(task, config, context, meeting, choice)
+    except (InputError, OSError) as error:  # a WireError, too
+        fault = str(error)
+    meeting.agree_to_go_on(fault)
+    assert found is not None, "no fault"
+    return found
+
+
+class _Meeting:
+    """The ranks of a run that has no group yet, in a part of the store of their own."""
+
+    def __init__(self, store: Store, rank: int, roster: Roster) -> None:
+        self.rank, self.roster, self._store = rank, roster, store
+
+    def compare(self, lines: list[str]) -> None:
+        """InputError on all ranks where one was given another setting: it would not come to what follows."""
+        size = len(self.roster.devices)
+        agree(self._store, self.rank, size, lines, what="was given other settings", where="settings")
+
+    def tell(self, choose: "Callable[[], tuple[ResumePlan, _Choice]]") -> tuple[ResumePlan, _Choice]:
+        """Rank 0: what it has chosen, or why it could not."""
+        try:
+            plan, choice = choose()
+        except Exception as error:
+            self._store.set("choice", json.dumps({"fault": str(error)}))
+            raise
+        self._store.set("choice", json.dumps({"choice": asdict(choice)}))
+        return plan, choice
+
+    def hear(self) -> _Choice:
+        """InputError with rank 0's reason."""
+        told = self._get("choice")
+        if "fault" in told:
+            raise InputError(told["fault"])
+        return _Choice(**{**told["choice"], "names": tuple(told["choice"]["names"])})
+
+    def once_per_machine(self, copy: Callable[[], Path]) -> Path:
+        """What the first rank of this machine has copied, for all ranks of it."""
+        machine = self.roster.machines[self.rank]
+        key = f"copy/{machine}"
+        if self.roster.ranks_of(machine)[0] == self.rank:
+            try:
+                found = {"folder": str(copy())}
+            except (InputError, OSError) as error:
+                found = {"fault": str(error)}
+            self._store.set(key, json.dumps(found))
+        told = self._get(key)
+        if "fault" in told:
+            raise InputError(told["fault"])
+        return Path(told["folder"])
+
+    def agree_to_go_on(self, fault: str | None) -> None:
+        """Wait for all ranks; InputError on all of them where one has a fault, in the words of the first."""
+        self._store.set(f"outcome/{self.rank}", json.dumps({"fault": fault}))
+        faults = [self._get(f"outcome/{rank}")["fault"] for rank in range(len(self.roster.devices))]
+        for rank, found in enumerate(faults):
+            if found is not None:
+                host = self.roster.host(rank)
+                raise InputError(found if host in found else f"{host}: {found}")
+
+    def _get(self, key: str) -> dict[str, Any]:
+        self._store.wait([key], TIMEOUT)
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
+
+def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) -> tuple[ResumePlan, _Choice]:
+    """On rank 0: settle what is resumed or repeated, and let the leader share it."""
+    if config.replay is not None:
+        plan, kind, folder, first, names = ResumePlan(config, []), "log", config.replay, LOG, [LOG]
+        if not (folder / LOG).is_file():
+            raise InputError(f"replay={str(folder)!r}: there is no {LOG} in it; pass the folder of a finished run")
+    else:
+        plan = plan_resume(task, config, ranks)
+        chosen = plan.config.resume if plan.finished is None else plan.finished.folder
+        if chosen is None:
+            return plan, _Choice("", None if plan.config.out is None else str(plan.config.out.absolute()))
+        kind, folder, first = "checkpoint" if plan.finished is None else "result", chosen, RECORD
+        names = [RECORD, *listed_files(read_record(folder), str(folder))]
+    key = None
+    if context.leader is not None:
+        key = secrets.token_hex(8)
+        try:
+            context.leader.share(key, folder, names=names)
+        except WireError as error:
+            raise InputError(f"the leader does not share {folder} with the other machines: {error}") from error
+    out = None if plan.config.out is None else str(plan.config.out.absolute())
+    crc32 = crc32_of(folder / first)
+    return plan, _Choice(kind, out, str(folder.absolute()), first, crc32, tuple(names), key)
+
+
+def _follow(task: Task, config: RunConfig, context: ProcessContext, meeting: _Meeting, choice: _Choice) -> ResumePlan:
+    """On another rank than 0: the same plan, from the same folder or a copy of it."""
+    if config.out is None and choice.out is not None:
+        config = replace(config, out=Path(choice.out))
+    if not choice.kind:
+        return ResumePlan(replace(config, resume=None), [])
+    rank, roster = meeting.rank, meeting.roster
+    folder = Path(choice.folder)
+    if roster.machines[rank] != roster.machines[0] and choice.key is not None:
+        folder = meeting.once_per_machine(lambda: _copy(context, roster.local_ranks(rank), choice))
+    elif not _is_same(folder, choice):
+        raise InputError(
+            f"{roster.host(rank)} does not see {folder} of {roster.host(0)}, which {_setting(choice)} needs; use a "
+            "folder that all machines share, or start with 'uneven run --nodes' and 'uneven join', which need none"
+        )
+    if choice.kind == "log":
+        return ResumePlan(replace(config, replay=folder), [])
+    if choice.kind == "result":
+        finished = replace(TrainedState.load(folder), folder=Path(choice.folder))
+        return ResumePlan(replace(config, resume=None), [], finished)
+    return ResumePlan(follow_plan(task, config, len(roster.devices), rank, folder), [])
+
+
+def _copy(context: ProcessContext, ranks: tuple[int, ...], choice: _Choice) -> Path:
+    """The files that these ranks read."""
+    leader = context.leader
+    if leader is None or choice.key is None:
+        raise InputError("this rank was not told how to reach the leader")
+    folder = leader.scratch / Path(choice.folder).name
+    folder.mkdir()
+    leader.get(choice.key, files_of_ranks(choice.names, ranks), folder)
+    return folder
+
+
+def _is_same(folder: Path, choice: _Choice) -> bool:
+    """Whether this machine sees rank 0's folder, and not another one of the same path."""
+    with suppress(OSError):
+        return crc32_of(folder / choice.first) == choice.crc32
+    return False
+
+
+def _setting(choice: _Choice) -> str:
+    return "replay=..." if choice.kind == "log" else "resume=..."

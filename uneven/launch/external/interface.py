@@ -1,0 +1,207 @@
+"""The interface between machines, for ranks that an engine started: chosen by the route to the store, or the user's.
+
+Called once per process by launch/context.py after the ranks have met, before a group forms. Gloo and NCCL read the
+choice from their variables. What is wrong with a variable that the user set is told to all ranks, and all refuse
+together with the line to export: Gloo would wait without a word, and on one side only.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from uneven.comm.fingerprint import exchange
+from uneven.comm.gloo_address import use_gloo_address
+from uneven.comm.store import Store
+from uneven.errors import InputError
+from uneven.hardware.addresses import interface_with, is_loopback, is_v6, source_address
+from uneven.hardware.network import Interface, read_interfaces
+from uneven.launch.external.placement import Placement
+
+GLOO, NCCL, FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
+REACH_S = 3.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one rank speaks to the others: `address` is the one that Gloo would advertise."""
+
+    host: str
+    interface: str
+    address: str
+    proposal: str  # the interface on the way to the store
+    is_users: bool = False
+    problem: str = ""
+
+
+def choose(placement: Placement, rank: int, interfaces: Sequence[Interface], given: str) -> Choice:
+    """The interface of this rank; `given` is what the user set for Gloo. A problem stands in the choice."""
+    facts, machines = placement.facts, placement.machines
+    host, address = placement.hosts[machines[rank]], str(facts[rank]["address"])
+    others = [
+        str(fact["address"])
+        for fact, machine in zip(facts, machines, strict=True)
+        if machine != machines[rank] and not is_loopback(str(fact["address"]))
+    ]
+    if others and is_loopback(address):  # the store is on this machine, under a name that leads to loopback
+        address = source_address(others[0]) or address
+    routed = interface_with(address, interfaces)
+    name = "" if routed is None else routed.name
+    if not given:
+        problem = "" if not others or not is_loopback(address) else f"{host}: no route leads to {others[0]}"
+        return Choice(host, name, address, name, problem=problem)
+    problem, first = _check_given(given, interfaces, len(placement.hosts) > 1, is_v6(address), name)
+    return Choice(host, given, first or address, name, True, f"{host}: {problem}" if problem else "")
+
+
+def _check_given(
+    given: str, interfaces: Sequence[Interface], is_many: bool, needs_v6: bool, routed: str
+) -> tuple[str, str]:
+    """(what is wrong with the user's choice for Gloo, the address that Gloo would take)."""
+    by_name = {interface.name: interface for interface in interfaces}
+    advice = f"unset it, or: export {GLOO}={routed or 'NAME'}"
+    first = ""
+    for name in given.split(","):
+        found = by_name.get(name)
+        if found is None:
+            return f"{GLOO}={given}: there is no interface {name!r} (here are {', '.join(by_name)}); {advice}", ""
+        if not found.is_up:
+            return f"{GLOO}={given}: the interface {name} is down; {advice}", ""
+        if not found.addresses:
+            return f"{GLOO}={given}: the interface {name} has no address; {advice}", ""
+        if is_many and found.kind == "loopback":
+            return f"{GLOO}={given} is loopback, which other machines cannot reach; {advice}", ""
+        family = found.v6 if needs_v6 else found.v4
+        if not family:
+            kind = "IPv6" if needs_v6 else "IPv4"
+            return f"{GLOO}={given}: the interface {name} has no {kind} address, and the store has one; {advice}", ""
+        first = first or family[0]
+    return "", first
+
+
+def check_nccl(host: str, given: str, interfaces: Sequence[Interface]) -> str:
+    """What is wrong with the user's NCCL_SOCKET_IFNAME: a list of prefixes, '=' for whole names, '^' for all others."""
+    pattern = given.removeprefix("^")
+    is_exact = pattern.startswith("=")
+    wanted = [name for name in pattern.removeprefix("=").split(",") if name]
+
+    def matches(name: str) -> bool:
+        return any(name == want if is_exact else name.startswith(want) for want in wanted)
+
+    left = [one for one in interfaces if matches(one.name) != given.startswith("^") and one.is_up and one.addresses]
+    if given and not left:
+        names = ", ".join(interface.name for interface in interfaces if interface.is_up)
+        return f"{host}: {NCCL}={given} leaves no interface that is up (up are {names}); unset it, or name one of them"
+    return ""
+
+
+def keep_gloo_at(address: str, interfaces: Sequence[Interface]) -> None:
+    """Groups of this process use this address: by itself Gloo takes the first one of the interface, an IPv4 one."""
+    listed = interface_with(address, interfaces)
+    if listed is None or listed.addresses[0] != address:
+        use_gloo_address(address)
+
+
+def settle_interface(
+    store: Store,
+    rank: int,
+    placement: Placement,
+    environ: MutableMapping[str, str] = os.environ,
+    interfaces: Sequence[Interface] | None = None,
+) -> tuple[str, list[str]]:
+    """Choose, agree, and set what Gloo and NCCL read; InputError on all ranks together.
+
+    Returns the address at which the others reach this rank, and lines for the user.
+    """
+    interfaces = read_interfaces() if interfaces is None else interfaces
+    own = choose(placement, rank, interfaces, environ.get(GLOO, ""))
+    problem = own.problem or check_nccl(own.host, environ.get(NCCL, ""), interfaces)
+    ranks, is_many = range(len(placement.facts)), len(placement.hosts) > 1
+    choices = [
+        Choice(**told) for told in exchange(store, "interface", rank, ranks, {**asdict(own), "problem": problem})
+    ]
+    _refuse([choice.problem for choice in choices])
+    _refuse_two_families(choices)
+    if is_many and any(choice.is_users for choice in choices):
+        found = _reach(store, rank, placement, choices)
+        _refuse(exchange(store, "reached", rank, ranks, found))
+    if not own.is_users and own.interface:
+        environ[GLOO] = own.interface
+    keep_gloo_at(own.address, interfaces)
+    if own.interface and "," not in own.interface:
+        environ.setdefault(NCCL, f"={own.interface}")
+        environ.setdefault(FAMILY, "AF_INET6" if is_v6(own.address) else "AF_INET")
+    return own.address, _describe(placement, choices, own) if is_many else []
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    found = list(dict.fromkeys(problem for problem in problems if problem))
+    if found:
+        raise InputError("; ".join(found))
+
+
+def _refuse_two_families(choices: Sequence[Choice]) -> None:
+    by_family = {is_v6(choice.address): choice for choice in reversed(choices)}
+    if len(by_family) == 2:
+        v4, v6 = by_family[False], by_family[True]
+        raise InputError(
+            f"{v4.host} has {v4.address} and {v6.host} has {v6.address} on the way to the store: all machines need "
+            "addresses of one kind; export MASTER_ADDR=ADDRESS of the kind that all have (uneven diagnose lists them)"
+        )
+
+
+def _reach(store: Store, rank: int, placement: Placement, choices: Sequence[Choice]) -> str:
+    """Whether the machines reach each other at these addresses: '' or what is wrong. One rank per machine listens."""
+    speakers = [placement.machines.index(machine) for machine in range(len(placement.hosts))]
+    own = choices[rank]
+    family = socket.AF_INET6 if is_v6(own.address) else socket.AF_INET
+    with socket.create_server((own.address, 0), family=family) as listener:
+        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+        ranks = range(len(choices))
+        ports = exchange(store, "listen", rank, ranks, listener.getsockname()[1])
+        lost = ""
+        for speaker in speakers:
+            if placement.machines[speaker] == placement.machines[rank] or lost:
+                continue
+            there = choices[speaker]
+            try:
+                source = (own.address, 0)
+                socket.create_connection((there.address, ports[speaker]), REACH_S, source).close()
+            except OSError as error:
+                lost = _blame(own, there, error)
+        exchange(store, "listened", rank, ranks, None)  # nobody closes before all have tried
+    return lost
+
+
+def _blame(own: Choice, there: Choice, error: OSError) -> str:
+    """The user's choice that is not on the way to the store, where there is one; else the link itself."""
+    for choice in (own, there):
+        if choice.is_users and choice.interface != choice.proposal:
+            return (
+                f"{choice.host}: {GLOO}={choice.interface} ({choice.address}) does not lead to the other machines; "
+                f"unset it, or: export {GLOO}={choice.proposal}"
+            )
+    return f"{own.host} ({own.address}) cannot reach {there.host} ({there.address}): {error.strerror or error}"
+
+
+def _answer(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def _describe(placement: Placement, choices: Sequence[Choice], own: Choice) -> list[str]:
+    how = f"set by {GLOO}" if own.is_users else "the way to the store"
+    line = f"  network: {own.interface or own.address} ({own.address}), {how}"
+    wrong: dict[str, list[str]] = {}
+    for machine, host in enumerate(placement.hosts):
+        rank = placement.machines.index(machine)
+        name = str(placement.facts[rank]["name"])
+        if not choices[rank].is_users and (name == "nowhere" or is_loopback(name)):
+            wrong.setdefault(name, []).append(host)
+    if wrong:
+        names = "; ".join(f"{', '.join(hosts)} to {name}" for name, hosts in wrong.items())
+        line += f", not what the hostnames lead to ({names}), which Gloo would tell the others"
+    return [line]

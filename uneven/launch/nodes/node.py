@@ -1,0 +1,283 @@
+"""`uneven join`: this machine takes part in a run that another one leads. It never loads torch; its ranks do.
+
+Script, arguments and settings come from the leader, devices are this machine's own. From the start to the end of the
+run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended. Whoever
+needs this machine asks its ranks to leave (launch/nodes/departure.py).
+"""
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
+from uneven.hardware.preflight import refuse_unsupported
+from uneven.hardware.presence import Presence
+from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.control.leave_requests import await_readers
+from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
+from uneven.launch.find_script import Script
+from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
+from uneven.launch.nodes.departure import Departure
+from uneven.launch.processes import RankProcesses
+from uneven.launch.requests import GRACE_S
+from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
+from uneven.machines import ship
+from uneven.machines.addresses import host_label
+from uneven.machines.code import script_digests
+from uneven.machines.door import knock, split_place
+from uneven.machines.facts import collect_facts, stamped
+from uneven.machines.links import Listener, Peer, reach
+from uneven.machines.session import RUNNING_S, Session
+from uneven.machines.wire import WireError
+from uneven.version import __version__
+
+T = TypeVar("T")
+
+WAIT_S = 8.0  # for a leader that is not there yet
+ORDER_S = 30.0
+START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
+POLL_S = 0.05
+MOST_TEXT = 20_000  # of a failed rank's message or traceback
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What `uneven join` was told."""
+
+    place: str
+    token: str
+    devices: str = "auto"
+    script: Path | None = None  # in place of the leader's path
+    allow_ship: bool = False
+    wait: float = WAIT_S
+    presence: Presence | None = None  # whether somebody needs this machine, where that counts
+
+
+def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: bool = False) -> bool:
+    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses.
+
+    Returns whether the ranks here have left because somebody needs this machine: they may come back. With `is_return`
+    they do; where nobody leads a run any more, that is no failure.
+    """
+    with terminated_while_waiting() as waiting:
+        return _join(options, say, waiting, is_return)
+
+
+def _join(options: JoinOptions, say: Callable[[str], None], waiting: Stoppable, is_return: bool) -> bool:
+    address, port = split_place(options.place)
+    try:
+        session = Session(knock(address, port, options.token, options.wait))
+    except InputError as error:
+        if is_return:
+            say(f"no run is led at {options.place} any more")
+            return False
+        raise RefusedError(str(error)) from error
+    folder = make_private_folder()
+    try:
+        return Node(options, session, folder, (address, port), say, waiting).run()
+    except WireError as error:
+        raise RankError(f"the leader at {options.place} is lost: {error}") from error
+    except (KeyboardInterrupt, Terminated) as error:
+        session.send(left=f"it was ended by {'SIGTERM' if isinstance(error, Terminated) else 'Ctrl-C'}")
+        raise
+    finally:
+        session.close()
+        await_readers(folder)
+        remove(folder)
+
+
+class Node:
+    """One machine in one run: `run` once. Everything that it writes is below `folder`.
+
+    `waiting` is what signals mean until its ranks start.
+    """
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        session: Session,
+        folder: Path,
+        place: tuple[str, int],
+        say: Callable[[str], None],
+        waiting: Stoppable,
+    ) -> None:
+        self._options, self._session, self._folder, self._say = options, session, folder, say
+        self._waiting = waiting
+        self._door = (*place, options.token)
+        self._order: Mapping[str, Any] = {}
+        self._leader = options.place
+        self._departure = Departure(session, folder, options.presence, say)
+
+    def run(self) -> bool:
+        """Whether it has left because somebody needs this machine."""
+        self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
+        self._order = self._hear("order", timeout_s=ORDER_S)["order"]
+        self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
+        self._try(refuse_unsupported)
+        script = self._try(self._find_script)
+        listener = self._try(self._listen)
+        try:
+            script, go = self._prepare(script, listener)
+        finally:
+            listener.close()
+        placement = RunPlan.from_json(go["go"], self._door, self._session.own_address)
+        names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
+        if placement.joins is None:
+            self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
+        else:
+            self._say(f"rank {names} joins the run that is on when it is ready; progress is shown on the leader")
+        order = {**script.to_json(), "settings": go["settings"]}
+        run_id = str(self._order.get("run") or new_run_id())
+        with listed(Listing(order["path"], run_id=run_id, leader=self._leader, folder=self._folder)) as listing:
+            self._train(placement, order, listing)
+            if self._departure.has_left:
+                listing.close(LEFT)
+        return self._departure.may_return
+
+    def _find_script(self) -> Script:
+        """The leader's, at the same path below this folder or where the user says."""
+        module, named = self._order.get("module"), self._options.script
+        script = Script(named or Path(self._order["script"]), tuple(self._order["args"]), module)
+        if module is not None and script.inner_path.with_suffix("") != Path(*module.split(".")):
+            raise InputError(f"script {str(named)!r} is not the module {module} that the leader runs; name its file")
+        return script
+
+    def _prepare(self, script: Script, listener: Listener) -> tuple[Script, dict[str, Any]]:
+        """Answer the leader until it says go; the script, which it may have sent, and its message."""
+        self._tell_facts(script, listener)
+        while "go" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
+            if "show" in message:
+                self._session.send(script=ship.read_script(script.path))
+            elif "archive" in message:
+                script = self._receive_script(int(message["archive"]), script)
+                self._tell_facts(script, listener)
+            else:
+                self._say(f"joined {self._leader}: {len(message['reach'])} machines")
+                peers = [Peer(str(host), str(address), int(port)) for host, address, port in message["reach"]]
+                report = reach(int(message["machine"]), peers, listener, self._options.token)
+                self._session.send(reached=report)
+        return script, message
+
+    def _tell_facts(self, script: Script, listener: Listener) -> None:
+        self._session.send(facts=stamped(self._try(self._collect, script)), port=listener.port)
+
+    def _listen(self) -> Listener:
+        ports = self._order["ports"]
+        allowed = range(ports[0], ports[1] + 1) if ports else ()
+        return Listener(self._session.own_address, self._options.token, allowed)
+
+    def _collect(self, script: Script) -> dict[str, Any]:
+        """This machine's facts, with devices that can train."""
+        names = [name.strip() for name in self._options.devices.split(",")]
+        is_there = script.path.is_file()
+        facts = collect_facts(script_digests(script.path, script.folder, script.package) if is_there else {}, names)
+        own_devices(facts)
+        return facts
+
+    def _try(self, read: Callable[..., T], *args: Any) -> T:
+        """What this machine finds by itself; where it cannot, the leader is told and ends the run for all."""
+        try:
+            return read(*args)
+        except (InputError, MachineError) as error:
+            self._session.send(cannot=str(error))
+            self._hear(timeout_s=ORDER_S)
+            raise
+
+    def _receive_script(self, pieces: int, script: Script) -> Script:
+        """The script's folder as the leader has it, below the private folder of this run."""
+        if not self._options.allow_ship:
+            raise WireError("it sent a script, which was not allowed here (--allow-ship)")
+        archive = ship.join_chunks(self._hear("piece", timeout_s=ORDER_S)["piece"] for _ in range(pieces))
+        folder = self._folder / "script"
+        folder.mkdir()
+        ship.unpack(archive, folder)
+        self._say(f"received the script's folder from {self._leader}")
+        return replace(script, path=folder / script.inner_path)
+
+    def _train(self, placement: RunPlan, order: dict[str, Any], listing: Listing) -> None:
+        """Start the ranks, report how they do, and obey the leader to the end."""
+        grace_s = float(order["settings"].get("grace", GRACE_S))
+        stoppable = Stoppable(lambda: grace_s, self._departure.on_signal)
+        SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
+        SIGNALS.discard(self._waiting)
+        try:
+            with local_ranks(self._folder, placement, order, self._say_all) as ranks:
+                end = self._watch(ranks, placement.ranks[0], listing)
+        finally:
+            SIGNALS.discard(stoppable)
+        self._finish(end)
+
+    def _watch(self, ranks: RankProcesses, first: int, listing: Listing) -> dict[str, Any]:
+        """Until the leader says that the run is over; WireError where it is gone."""
+        told: tuple[list[int | None], set[int]] = ([], set())
+        while True:
+            codes, stopped = ranks.exit_codes(), ranks.stopped()
+            if (codes, stopped) != told:
+                told = (codes, stopped)
+                known = {"codes": codes, "stopped": sorted(stopped)}
+                self._session.send(**known, errors=self._errors(), unused=self._unused(first))
+            self._departure.look()
+            message = self._session.take(POLL_S)
+            if message is not None and "answer" in message:
+                self._departure.hear(message)
+                continue
+            if message is None and self._session.why_lost is not None:
+                raise WireError(self._session.why_lost)
+            if message is not None and "status" in message:
+                listing.show(message["status"])
+            if message is not None and "give_up" in message:
+                ranks.give_up(int(message["give_up"]))
+            if message is not None and "watched" in message:
+                self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
+            if message is not None and "refused" in message:
+                raise RefusedError(f"refused by {self._leader}: {message['refused']}")
+            if message is not None and "dropped" in message:
+                again = f"to bring it back: uneven join {self._options.place}"
+                raise RankError(f"{self._leader} goes on without this machine: {message['dropped']}; {again}")
+            if message is not None and "end" in message:
+                return message
+
+    def _say_all(self, lines: list[str]) -> None:
+        for line in lines:
+            self._say(line)
+
+    def _errors(self) -> dict[str, Any]:
+        found = {}
+        for path in self._folder.glob("error-*.json"):
+            report = json.loads(path.read_text())
+            # Far below what a line may hold: a message of megabytes would look like a machine that is lost.
+            short = {name: value[-MOST_TEXT:] if isinstance(value, str) else value for name, value in report.items()}
+            found[path.stem.removeprefix("error-")] = short
+        return found
+
+    def _unused(self, first: int) -> list[int]:
+        """Which of the ranks here have ended without calling uneven."""
+        return [int(path.name.removeprefix("unused-")) - first for path in self._folder.glob("unused-*")]
+
+    def _hear(self, *keys: str, timeout_s: float) -> dict[str, Any]:
+        """The leader's next message; its refusal is an error."""
+        message = self._session.expect(*keys, "refused", "end", timeout_s=timeout_s)
+        if "refused" in message:
+            raise RefusedError(f"refused by {self._leader}: {message['refused']}")
+        if "end" in message:
+            if not message["end"] and not message["code"]:
+                raise RefusedError(f"refused by {self._leader}: the run was over before this machine could join")
+            self._finish(message)
+            raise SystemExit(0)  # `uneven preflight` there: nothing is trained
+        return message
+
+    def _finish(self, message: Mapping[str, Any]) -> None:
+        """As the leader ended: return, or raise what leads to the same exit code."""
+        reason, code = str(message["end"]), int(message["code"])
+        self._departure.has_left = bool(message.get("has_left"))
+        if code == 0:
+            self._say(reason or f"trained; {self._leader} has the results")
+            return
+        if code in (130, 143):
+            self._say(reason)
+            raise Terminated if code == 143 else KeyboardInterrupt
+        kind = {2: InputError, 3: MachineError}.get(code, RankError)
+        raise kind(f"{self._leader} ended the run: {reason}")

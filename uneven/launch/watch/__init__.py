@@ -1,0 +1,1 @@
+"""The launcher's watch over rank processes: heartbeats, deadlines, who is lost, joins and leaves."""

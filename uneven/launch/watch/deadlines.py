@@ -1,0 +1,124 @@
+"""When a rank counts as lost or stuck, judged by its heartbeats.
+
+Used by launch/watch/watch.py in the launcher and by launch/external/peers.py under torchrun. Invariant: a healthy slow
+run is never ended. A rank that waits for others is not stuck, nor is one whose phase may last: setup, compile,
+evaluation, checkpoint, and code of the user's own between epochs or inside `ddp.pause()`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from uneven.errors import RankError
+from uneven.hardware.device import Device
+
+SILENT_S = 15.0  # a rank without a heartbeat for so long is lost; `deadline` replaces it
+LEAST_SILENT_S = 2.0  # ten heartbeats
+STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot; `deadline` replaces it
+START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
+SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint", "user")  # may last as long as they like
+WAITING_PHASES = ("wait", "communication")  # the rank waits for others
+
+
+@dataclass
+class RankHealth:
+    """What is known about one rank process, from its heartbeats."""
+
+    member: str
+    device: Device
+    heard_s: float  # when its last heartbeat was new
+    moved_s: float  # when it last finished a slot, or was in a phase that may last
+    status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
+    longest_step_s: float = 0.0
+    is_reached: bool = True  # False where its process or machine is known to be gone, or cut off (external/lines.py)
+    is_stopped: bool = False  # True where its process is known to be stopped by a signal
+    stopped_s: float | None = None  # since when that is so, in user code
+
+    def update(self, status: dict[str, Any], now_s: float) -> None:
+        """Take in a heartbeat that was read; nothing changes where it is the last one again."""
+        if status["count"] == self.status.get("count"):
+            return
+        self.heard_s = now_s
+        if status["slot"] != self.status.get("slot") or status["phase"] in SLOW_PHASES:
+            steps = max(1, status["slot"] - self.status.get("slot", 0))
+            if status["phase"] not in SLOW_PHASES and self.status.get("phase") not in SLOW_PHASES:
+                self.longest_step_s = max(self.longest_step_s, (now_s - self.moved_s) / steps)
+            self.moved_s = now_s
+        self.status = status
+
+    @property
+    def deadline(self) -> Any:
+        """The setting of that name, which travels in the heartbeats: the launcher of a script knows no settings."""
+        return self.status.get("deadline", "auto")
+
+    @property
+    def silence_limit_s(self) -> float:
+        if not self.status:
+            return START_S
+        if self.deadline is None:
+            return math.inf
+        if self.deadline == "auto":
+            return SILENT_S
+        # Loading and compiling hold that lock for seconds; a deadline below 15 s is meant for the steps.
+        return max(SILENT_S if self.status["phase"] in ("setup", "compile") else LEAST_SILENT_S, float(self.deadline))
+
+    def silent_s(self, now_s: float) -> float:
+        """How long it has sent nothing, where it could have.
+
+        Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run: silence counts there
+        only while a signal has stopped the process.
+        """
+        if not self.status or self.status["phase"] != "user" or not self.is_reached:
+            return now_s - self.heard_s
+        if not self.is_stopped or now_s - self.heard_s < LEAST_SILENT_S:
+            self.stopped_s = None
+            return 0.0
+        self.stopped_s = now_s if self.stopped_s is None else self.stopped_s
+        return now_s - self.stopped_s
+
+    @property
+    def step_limit_s(self) -> float:
+        if self.deadline is None:
+            return math.inf
+        return max(STUCK_S, 10 * self.longest_step_s) if self.deadline == "auto" else float(self.deadline)
+
+    def restart(self, now_s: float) -> None:
+        """Count its silence and its steps from now: it had to wait for something else."""
+        self.heard_s = self.moved_s = now_s
+
+    def name(self, number: int) -> str:
+        """A process by its present rank, its device and its machine."""
+        host = self.status.get("member", self.member).split("/")[0]
+        return f"rank {self.status.get('rank', number)} ({self.device} on {host})"
+
+
+def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> dict[int, tuple[str, str]]:
+    """Running processes that are silent; else the first that does not wait for others, where none moves.
+
+    What is wrong with each, and what the user can do about it.
+    """
+    silent_s = {number: ranks[number].silent_s(now_s) for number in running}
+    if silent := [number for number in running if silent_s[number] > ranks[number].silence_limit_s]:
+        advice = "; deadline=SECONDS waits longer for it, deadline=None for ever"
+        whys = {True: "stopped or swapped out?", False: "it or its machine is gone, or the network to it"}
+        what = "fell silent {:.0f} s ago ({})"
+        return {n: (what.format(silent_s[n], whys[ranks[n].is_reached]), advice) for n in silent}
+    if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
+        return {}  # one of them moves: the others wait for it and are not stuck
+    for number in running:
+        rank = ranks[number]
+        if rank.status and rank.status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES):
+            what = f"is stuck in {rank.status['phase']} at slot {rank.status['slot']} for {rank.step_limit_s:.0f} s"
+            advice = (
+                ". If it does long work of your own there, such as an evaluation, put that into "
+                f'`with ddp.pause("evaluation"):`, or set deadline=SECONDS (now {rank.deadline!r}; None waits for ever)'
+            )
+            return {number: (what, advice)}
+    return {}
+
+
+def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
+    """RankError where a running process is silent, or where no process moves and one does not wait for others."""
+    for number, (what, advice) in find_lost(ranks, running, now_s).items():
+        raise RankError(f"{ranks[number].name(number)} {what}{advice}")

@@ -1,0 +1,385 @@
+"""The launcher's watch over its rank processes: heartbeats in, deadlines (deadlines.py) checked, losses heeded.
+
+Called by launch/launcher.py and launch/nodes/lead.py, on the thread that waits for the run. There is no coordinator:
+the ranks agree among themselves, and the watch only shows their progress, passes the stop request on, and looks for a
+rank that fails, falls silent or hangs. Where the others can go on it publishes the next generation
+(launch/watch/generations.py), which each rank's heartbeat reads; else it raises, and the launcher ends all processes.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uneven.comm.store import Store, get_text
+from uneven.comm.wrong_message import sender_of
+from uneven.errors import NOTHING_TRAINED, RankError, StoppedError
+from uneven.hardware.roster import Roster
+from uneven.launch.control.leave_requests import LeaveRequest
+from uneven.launch.heartbeat import (
+    GENERATION_KEY,
+    SAVE_KEY,
+    SIGNAL_KEY,
+    STOP_KEY,
+    TERMINATED,
+    heartbeat_key,
+    roster_key,
+    suspicion_key,
+)
+from uneven.launch.payload import drop_tensors
+from uneven.launch.processes import EARLY, INTERRUPTED, Ranks, describe_error, describe_exit, read_errors
+from uneven.launch.requests import Requests
+from uneven.launch.training import has_result
+from uneven.launch.watch.deadlines import RankHealth, find_lost
+from uneven.launch.watch.failure import because, find_cause
+from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
+from uneven.launch.watch.joining import Joining, Recruits
+from uneven.launch.watch.leaving import Leaving
+from uneven.results.progress import Reporter
+from uneven.train.membership import Generation
+
+POLL_S = 0.1
+GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
+ALONE_S = 3.0  # for a rank before its first step whose peers have been stopped
+BEFORE_FIRST = ("setup", "compile", "communication", "wait")
+STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the same step
+DELAY_S = 2.0  # between two looks: this process itself was stopped or swapped out
+SUSPECT_S = 1.0  # for the exit or the silence of a rank that another one misses
+RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result is there
+
+
+class Watch:
+    """Life cycle: one per launched run; `wait()` once. Processes, members and the roster are in the same order."""
+
+    def __init__(
+        self,
+        processes: Ranks,
+        store: Store,
+        folder: Path,
+        members: Sequence[str],
+        roster: Roster,
+        reporter: Reporter,
+        recruits: Recruits | None = None,
+        asked: Callable[[], list[LeaveRequest]] = list,
+    ) -> None:
+        """`recruits` starts processes that join the run while it is on; without it none does.
+
+        `asked` returns what ranks were asked to leave since the last call.
+        """
+        self._processes, self._store, self._folder, self._reporter = processes, store, folder, reporter
+        now = time.monotonic()
+        pairs = zip(members, roster.devices, strict=True)
+        self._ranks = [RankHealth(member, device, now, now) for member, device in pairs]
+        self._generations = Generations(roster, members)
+        known = (store, self._ranks, self._generations, reporter)
+        self._joining = None if recruits is None else Joining(recruits, *known)
+        self._recruits, on_gone = recruits, (lambda *_: None) if recruits is None else recruits.let_go
+        self._asked, self._leaving = asked, Leaving(store, self._ranks, self._generations, processes.give_up, on_gone)
+        self._looked_s = now
+        self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
+        self._result_s: float | None = None  # when the result was first seen
+        self._stop_sent_s: float | None = None
+        self._unsure_s: float | None = None  # since when a loss is known of which nobody says what it means
+        self._was_rank_signalled = False
+        self._alone_since_s = now
+        self._saves = 0  # checkpoints asked for
+        self._are_tensors_mapped = False
+        self.keeps_payload = False  # for ranks that may be started later
+        self.show: Callable[[Sequence[Mapping[str, Any]], Generations], None] = lambda *_: None  # for `uneven status`
+
+    def wait(self, requests: Requests) -> None:
+        """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
+        while not self._look(requests):
+            time.sleep(POLL_S)
+
+    def _look(self, requests: Requests) -> bool:
+        """Once at everything; returns whether the run is over."""
+        if self._joining is not None:
+            self._joining.note_settled()
+            self._joining.take_arrivals(time.monotonic())
+        codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
+        now = time.monotonic()
+        self._read_heartbeats(now)
+        codes = self._with_early_ends(codes)
+        ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
+        aside = self._generations.aside
+        late = aside | self._generations.joining  # a newcomer has nobody to settle with where all others have ended
+        if all(code in ended_well or number in late for number, code in enumerate(codes)) or self._is_past(now):
+            if self._joining is not None:
+                self._joining.end()
+            return True
+        failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in aside]
+        gone = {number: why for number, why in self._processes.lost().items() if number not in aside}
+        running = [n for n, code in enumerate(codes) if code is None and n not in aside and n not in gone]
+        if failed or gone:
+            self._lose_ended(failed, gone, requests)
+        elif hanging := find_lost(self._ranks, running, now):
+            self._lose_hanging(hanging)
+        else:
+            self._let_go(requests, now)
+            if not self._leaving.is_parting:
+                self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
+                self._let_in(now)
+        self._drop_mapped_tensors()
+        self._pass_on(requests, now)
+        if self._stop_sent_s is not None:
+            self._check_left_alone(codes, now)
+            self._check_stopping(self._stop_sent_s, now, requests.grace)
+        return False
+
+    def _with_early_ends(self, codes: Sequence[int | None]) -> list[int | None]:
+        """With EARLY for those that ended with 0 in the middle of a run, by their last heartbeats: os._exit(0), say.
+
+        The codes were read before the heartbeats. Such a run had counted as finished, whatever was left to train.
+        """
+        last = [rank.status for rank in self._ranks]
+        is_early = [bool(status.get("in_run") and not status.get("has_ended")) for status in last]
+        return [EARLY if code == 0 and early else code for code, early in zip(codes, is_early, strict=True)]
+
+    def _let_in(self, now_s: float) -> None:
+        """Processes that want to join: those that are ready are in the next generation."""
+        if (joining := self._joining) is None:
+            return
+        # Read here: one of them may have been started again in this very look.
+        codes, lost, waiting = self._processes.exit_codes(), self._processes.lost(), self._generations.waiting
+        errors = read_errors(self._folder, list(waiting))
+        ended = {number: lost[number] for number in waiting if number in lost}
+        for number in waiting:
+            if (code := codes[number]) is not None:
+                ended[number] = describe_error(errors[number]) if number in errors else f"it {describe_exit(code)}"
+            elif self._ranks[number].silent_s(now_s) > self._ranks[number].silence_limit_s:
+                ended[number] = "it fell silent"
+                self._processes.give_up(number)
+        joining.forget_ended(ended)
+        if self._stop_sent_s is not None or has_result(self._folder):
+            return
+        joining.restart([number for number in ended if number not in errors], now_s)  # an error would come again
+        if self._generations.joining:
+            return
+        present = [self._ranks[number].status for number in self._generations.numbers]
+        if (generation := joining.admit(present)) is not None:
+            self._publish(generation)
+
+    def _let_go(self, requests: Requests, now_s: float) -> None:
+        """Ranks that were asked to leave: those that have handed in their work are not in the next generation."""
+        self._leaving.ask(self._asked())
+        self._leaving.ask_terminated(requests.on_rank_terminated)
+        if not self._leaving.is_asked:
+            return
+        if self._stop_sent_s is not None or has_result(self._folder):
+            self._leaving.end()
+        elif (generation := self._leaving.look(self._refusal, now_s)) is not None:
+            self._publish(generation)
+
+    def _is_past(self, now_s: float) -> bool:
+        """Whether the result is there and ranks that may still wait for a lost one have had their time."""
+        if self._generations.present.number == 0 or not has_result(self._folder):
+            return False
+        self._result_s = now_s if self._result_s is None else self._result_s
+        return now_s - self._result_s > RESULT_S
+
+    def _lose_ended(self, failed: Sequence[int], gone: Mapping[int, str], requests: Requests) -> None:
+        """These processes have failed or were killed, and those are on machines that are gone: go on, or raise."""
+        if has_result(self._folder):
+            self._generations.given_up |= {*failed, *gone}
+            return
+        refusal = self._refusal([*failed, *gone])
+        if self._is_unsure(refusal, [*failed, *gone]) and self._may_say_more([*failed, *gone]):
+            return
+        errors = read_errors(self._folder, failed)
+        joining = self._generations.joining  # what keeps one of them out is its own
+        is_common = any(error["kind"] in COMMON_ERRORS for n, error in errors.items() if n not in joining)
+        is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
+        others = [self._ranks[number].status for number in self._generations.numbers if number not in failed]
+        if refusal is not None or is_common or is_bug or (errors and any(map(is_past, others))):
+            if failed:
+                raise self._failure(requests, refusal or "")
+            has_begun = any(map(steps_done, self._statuses()))
+            ends = "the run ends" if has_begun or refusal else "a loss before the first step ends the run"
+            raise RankError(f"{next(iter(gone.values()))}{because(refusal)}; {ends} on all machines")
+        causes = [
+            f"{self._ranks[number].name(number)} "
+            + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
+            for number, code in enumerate(self._with_early_ends(self._processes.exit_codes()))
+            if number in failed
+        ]
+        self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
+
+    def _is_unsure(self, refusal: str | None, lost: Sequence[int]) -> bool:
+        """Whether the next heartbeats tell more: what a loss means, or the newest checkpoint where one is needed."""
+        since_s = time.monotonic() if self._unsure_s is None else self._unsure_s
+        left = [self._ranks[number] for number in self._generations.numbers if number not in lost]
+        said = {"checkpoint", "ends_because"}
+        asked = [rank for rank in left if "min_ranks" in rank.status and said & {*rank.status}]
+        return refusal == "" or any(rank.heard_s <= since_s for rank in asked)
+
+    def _may_say_more(self, lost: Sequence[int]) -> bool:
+        """Whether to look again: ranks that have just begun to train say a moment later that they can go on."""
+        now = time.monotonic()
+        self._unsure_s = now if self._unsure_s is None else self._unsure_s
+        codes = self._processes.exit_codes()
+        runs = any(code is None and number not in lost for number, code in enumerate(codes))
+        return runs and self._stop_sent_s is None and now - self._unsure_s < GRACE_S
+
+    def _lose_hanging(self, hanging: Mapping[int, tuple[str, str]]) -> None:
+        """These processes run and are silent, or one of them is stuck: it is ended, and the others go on, or raise."""
+        names = {number: self._ranks[number].name(number) for number in hanging}
+        if (refusal := self._refusal(hanging)) is not None:
+            number, (what, advice) = next(iter(hanging.items()))
+            raise RankError(f"{names[number]} {what}{advice}{because(refusal)}")
+        self._go_on_without(set(hanging), [f"{names[number]} {what}" for number, (what, _) in hanging.items()])
+
+    def _refusal(self, lost: Collection[int]) -> str | None:
+        return self._generations.refusal([rank.status for rank in self._ranks], lost)
+
+    def _go_on_without(self, lost: set[int], causes: Sequence[str]) -> None:
+        self._generations.given_up |= lost
+        self._unsure_s = None
+        if not lost & set(self._generations.numbers):
+            return  # it had finished, and left the roster
+        statuses = [self._ranks[number].status for number in self._generations.numbers if number not in lost]
+        self._publish(self._generations.drop(lost, describe_loss(causes, statuses)))
+        # Ended after the others know: a woken one finds that it is not in the roster any more.
+        for number in lost:
+            self._processes.give_up(number)
+            if self._recruits is not None:
+                self._recruits.lose(number, self._generations.present.why)
+        if self._joining is not None and self._stop_sent_s is None and not all(map(is_past, statuses)):
+            self._joining.restart(lost, time.monotonic())
+
+    def _publish(self, generation: Generation) -> None:
+        """All ranks read it by their heartbeats within a moment, and settle."""
+        self._show_ranks()  # before the first rank of the new roster adds lines of its own
+        self._store.set(roster_key(generation.number), json.dumps(generation.to_json()))
+        self._store.set(GENERATION_KEY, str(generation.number))
+        self._reporter.say([generation.why])
+        now = time.monotonic()
+        for number in self._generations.numbers:
+            self._ranks[number].restart(now)
+        self._suspected_s = None
+
+    def _heed_suspicion(self, ended: Sequence[int], now_s: float) -> None:
+        """A rank has lost its group, and no process has failed: others have left the run, or a connection broke."""
+        numbers, generation = self._generations.numbers, self._generations.present.number
+        if not any("min_ranks" in self._ranks[number].status for number in numbers):
+            return
+        keys = {number: suspicion_key(generation, self._ranks[number].member) for number in numbers}
+        causes = [text for key in keys.values() if (text := get_text(self._store, key)) is not None]
+        causes.sort(key=lambda cause: sender_of(cause) is None)  # the others miss who has given up the group
+        if not causes:
+            return
+        self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
+        if now_s - suspected_s < SUSPECT_S or any(self._ranks[n].heard_s <= suspected_s for n in {*numbers} - {*ended}):
+            return
+        if self._joining is not None and (joining := self._generations.joining & {*numbers}):
+            # A machine that joins may not be reached by all others.
+            self._go_on_without(joining, self._joining.turn_away(joining, causes[0]))
+            return
+        if left := [n for n in numbers if n in ended or "min_ranks" not in self._ranks[n].status]:
+            if len(left) == len(numbers):
+                return  # all of them are past the run
+            names = ", ".join(self._ranks[number].name(number) for number in left)
+            rest = count_ranks(len(numbers) - len(left), "goes on", "go on")
+            self._publish(self._generations.drop(left, f"{names} had finished already: {rest}"))
+            return
+        done = max(steps_done(self._ranks[number].status) for number in numbers)
+        wrong = self._generations.sends_wrong_again(causes, done)
+        if wrong is not None and self._refusal([wrong]) is None:
+            self._go_on_without({wrong}, [f"{self._ranks[wrong].name(wrong)} sent wrong bits twice ({causes[0]})"])
+            return
+        self._publish(self._generations.repeat(causes[0], done))
+
+    def _pass_on(self, requests: Requests, now_s: float) -> None:
+        """Requests of this process to the ranks, and a rank's signal to this process: one of them stops the run."""
+        graces = [status["grace"] for status in self._statuses() if "grace" in status]
+        requests.grace = max(graces, default=requests.grace)
+        if requests.save.is_set():
+            requests.save.clear()
+            self._saves += 1
+            self._store.set(SAVE_KEY, str(self._saves))
+        if not self._was_rank_signalled and (number := get_text(self._store, SIGNAL_KEY)) is not None:
+            self._was_rank_signalled = True
+            requests.on_rank_terminated() if int(number) == signal.SIGTERM else requests.stop.set()
+        if requests.stop.is_set() and self._stop_sent_s is None:
+            self._store.set(STOP_KEY, TERMINATED if requests.is_terminated else "1")
+            self._stop_sent_s = now_s
+
+    def _read_heartbeats(self, now_s: float) -> None:
+        if now_s - self._looked_s > DELAY_S:  # the ranks' heartbeats may have waited for this process
+            for rank in self._ranks:
+                rank.restart(now_s)
+        self._looked_s = now_s
+        stopped = self._processes.stopped()
+        for number, rank in enumerate(self._ranks):
+            rank.is_stopped = number in stopped
+            text = None if number in self._generations.given_up else get_text(self._store, heartbeat_key(rank.member))
+            if text is not None:
+                rank.update(json.loads(text), now_s)
+        self._show_ranks()
+
+    def _show_ranks(self) -> None:
+        statuses = [rank.status for rank in self._ranks]  # who joins later is in the lines, and has no bar of its own
+        self._reporter.ranks(statuses, first=self._generations.numbers[0])
+        self.show(statuses, self._generations)
+
+    def _statuses(self) -> list[dict[str, Any]]:
+        """Of the ranks that are in the run."""
+        return [rank.status for number, rank in enumerate(self._ranks) if number not in self._generations.aside]
+
+    def _check_stopping(self, sent_s: float, now_s: float, grace_s: float) -> None:
+        """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
+        statuses = self._statuses()
+        # A rank without a heartbeat has trained nothing; of the others only heartbeats count that were sent after they
+        # had read the request, for at most STOP_S: on a busy machine the last one may be older than their first step.
+        are_fresh = all(status.get("was_stop_read") for status in statuses if status)
+        has_begun = any(status.get("handles_stop") for status in statuses)
+        if not has_begun and (are_fresh or now_s - sent_s > STOP_S):
+            raise StoppedError(NOTHING_TRAINED)
+        if any(status.get("phase") in ("evaluation", "checkpoint", "user") for status in statuses):
+            self._stop_sent_s = now_s  # these may last: the time to stop counts from their end
+        elif now_s - sent_s > max(STOP_S, grace_s, 3 * max(rank.longest_step_s for rank in self._ranks)):
+            raise RankError("the ranks did not stop when asked and were ended; nothing was saved")
+
+    def _was_terminated_at_start(self) -> bool:
+        """Whether SIGTERM hit a process that could not handle it yet, since Python itself was only starting there."""
+        has_begun = any(rank.status.get("handles_stop") for rank in self._ranks)
+        return not has_begun and -signal.SIGTERM in self._processes.exit_codes()
+
+    def _check_left_alone(self, codes: Sequence[int | None], now_s: float) -> None:
+        """StoppedError where a script was stopped before its run in some processes, and others wait to form the group.
+
+        Not at the first look: a rank that stops after its very first step may have left, and the last heartbeat of one
+        that still saves may be older than that step.
+        """
+        aside = self._generations.aside
+        running = [self._ranks[n].status for n, code in enumerate(codes) if code is None and n not in aside]
+        begun = [one for one in running if one.get("slot") or is_past(one)]  # a rank that is past its run saves it
+        waits = not begun and all(status.get("phase", "setup") in BEFORE_FIRST for status in running)
+        if INTERRUPTED not in codes or not running or not waits:
+            self._alone_since_s = now_s
+        elif now_s - self._alone_since_s > ALONE_S:
+            raise StoppedError(NOTHING_TRAINED)
+
+    def _drop_mapped_tensors(self) -> None:
+        """Once all ranks have mapped the payload's tensors, their files need no names any more."""
+        if self.keeps_payload or self._are_tensors_mapped:
+            return
+        if all(rank.status.get("is_loaded") for rank in self._ranks):
+            self._are_tensors_mapped = True
+            drop_tensors(self._folder)
+
+    def _failure(self, requests: Requests, refusal: str) -> Exception:
+        """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
+        if self._was_terminated_at_start():
+            requests.on_rank_terminated()
+            return StoppedError(NOTHING_TRAINED)
+        end = time.monotonic() + GRACE_S
+        left = [number for number in range(len(self._ranks)) if number not in self._generations.aside]
+        while time.monotonic() < end and any(self._processes.exit_codes()[number] is None for number in left):
+            time.sleep(0.02)
+        codes = self._processes.exit_codes()
+        self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
+        errors, codes = read_errors(self._folder, left), self._with_early_ends(codes)
+        return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal)
