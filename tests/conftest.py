@@ -69,7 +69,7 @@ LONGEST = (
     "bench/models/test_models.py",
     "timeline/test_page_browser.py",
     "train/test_segment.py",
-    "train/test_settle.py",
+    "train/elastic/test_settle.py",
     "cli/test_exit_codes.py",
     "network/test_join.py",
     "network/test_engines.py",

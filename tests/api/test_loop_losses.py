@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, LossyGroup, fill, flat, on_lossy_threads
+from tests.train.elastic.test_settle import ways
+from tests.train.elastic.test_settle_local import SAMPLES, Count, count_step, level
+from tests.train.elastic.test_settle_local import check as check_count
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
-from tests.train.test_settle import ways
-from tests.train.test_settle_local import SAMPLES, Count, count_step, level
-from tests.train.test_settle_local import check as check_count
 from uneven import TrainedState
 from uneven.api.loop import Loop
 from uneven.config import Evaluation, RunConfig, Task, resolve

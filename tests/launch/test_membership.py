@@ -39,7 +39,7 @@ from uneven.launch.membership import StoreMembership, waiting_limit_s
 from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
 from uneven.launch.rank_place import RankPlace
 from uneven.launch.watch.generations import Generations
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 from uneven.train.rank_info import RankInfo
 
 MEMBERS = ("pc/cpu/a", "pc/cpu/b", "pc/cpu/c")

@@ -17,8 +17,8 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
+from uneven.train.elastic.replay_membership import LeftReplayError, ReplayMembership
 from uneven.train.rank_info import RankInfo
-from uneven.train.replay_membership import LeftReplayError, ReplayMembership
 from uneven.train.worker import Worker
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.train.clusters import Leader, Loss
-from tests.train.test_settle_local import check, equal_speeds, train, undisturbed
+from tests.train.elastic.test_settle_local import check, equal_speeds, train, undisturbed
 from uneven.average.background import BackgroundAverage
 from uneven.errors import RankError
-from uneven.train import settle_local
+from uneven.train.elastic import settle_local
 from uneven.train.local_sgd import LocalSGD
 
 _ = equal_speeds  # a fixture for all tests of this file, too

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.train.clusters import Begun, FakeMembership, Join, Loss, LossyGroup, on_lossy_threads
+from tests.train.elastic.test_settle import NormNet, accuracy, ways
 from tests.train.replays import assert_same_bits, replay_on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
-from tests.train.test_settle import NormNet, accuracy, ways
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.launch.training import collect

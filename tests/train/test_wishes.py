@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.clusters import Loss
-from tests.train.test_settle import train
+from tests.train.elastic.test_settle import train
 from uneven.config import read_every
 from uneven.train.synchronizer import Wish
 from uneven.train.wishes import Wishes

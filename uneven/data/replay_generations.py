@@ -2,10 +2,10 @@
 
 A replay trains with the same members in the same groups. Each member does in a generation what counts of it: the parts
 of its log, the rounds that were committed, the events that were over. Then all of them settle, by the code of the run
-itself (train/settler.py), and whoever was lost leaves. What a lost rank had trained beyond that is not in the log, and
-is not repeated. A member is told by its name, which the log has for each of its rows.
+itself (train/elastic/settler.py), and whoever was lost leaves. What a lost rank had trained beyond that is not in the
+log, and is not repeated. A member is told by its name, which the log has for each of its rows.
 
-Read by data/replay.py, followed by train/replay_membership.py.
+Read by data/replay.py, followed by train/elastic/replay_membership.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from uneven.errors import RefusedError
 from uneven.launch.checks.agreement import PER_RANK_SETTINGS, describe_data
 from uneven.launch.checks.parity import compare_sets, describe_sets
 from uneven.launch.environment import LaunchEnvironment
-from uneven.train import settle
+from uneven.train.elastic import settle
 from uneven.train.worker import Worker
 
 RUN = 1  # the run of a script that can be joined

@@ -21,7 +21,7 @@ from uneven.launch.heartbeat import GENERATION_KEY, SIGNAL_KEY, roster_key
 from uneven.launch.membership import StoreMembership, form_ranks, has_crowd, waiting_limit_s
 from uneven.results.progress import Reporter
 from uneven.train.clocks import MachineClocks
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 

@@ -2,7 +2,7 @@
 
 A replay starts as many processes as ranks trained at once, so that each has the cores that its rank had. A process is
 one of the run's members after the other: where a member was lost, its process waits for the next one that joined, if
-there is one, and takes its place. See train/replay_membership.py for what a member does.
+there is one, and takes its place. See train/elastic/replay_membership.py for what a member does.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from uneven.launch.context import ProcessContext
 from uneven.launch.membership import form_ranks, has_crowd
 from uneven.launch.requests import Requests
 from uneven.results.state import TrainedState
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
+from uneven.train.elastic.replay_membership import LeftReplayError, ReplayMembership
 from uneven.train.rank_info import RankInfo, Report
-from uneven.train.replay_membership import LeftReplayError, ReplayMembership
 from uneven.train.worker import Worker
 
 PREFIX = "replay"  # of the keys in the launcher's store

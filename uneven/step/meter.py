@@ -1,7 +1,7 @@
 """The loss meter: adds up losses on the device, so that reading a loss does not stall training.
 
 Ranks of an exact policy tell each other with every step what their meters hold (finite.py, OwnCheck), so that the
-losses of a lost rank count in its epoch (train/settle_losses.py).
+losses of a lost rank count in its epoch (train/elastic/settle_losses.py).
 """
 
 from collections.abc import Callable

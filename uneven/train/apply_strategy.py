@@ -28,8 +28,8 @@ from uneven.step.finite import OwnCheck
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.warmup import no_trace
+from uneven.train.elastic.settle_shards import load_whole_state
 from uneven.train.engine import Engine
-from uneven.train.settle_shards import load_whole_state
 
 MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
 

@@ -2,7 +2,7 @@
 
 A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their mean,
 and `first` and `until` say over which slots it was taken. The calls that a round leads to are a list: an event that a
-lost rank interrupts is still in it, and is redone from its start (train/settle_local.py).
+lost rank interrupts is still in it, and is redone from its start (train/elastic/settle_local.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -23,12 +23,12 @@ from uneven.train.apply_strategy import apply_strategy
 from uneven.train.capture_ahead import capture_ahead, use_whole_steps
 from uneven.train.dropped import BadStep, count_skipped
 from uneven.train.dummy_batches import DummyBatches
+from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
 from uneven.train.events import request
 from uneven.train.exact_policy import advise, make_exact_policy
 from uneven.train.same_replicas import check_replicas, take_first
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.step_guard import StepGuard
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished

@@ -24,6 +24,7 @@ from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import RoundReport, Windows
 from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
+from uneven.train.elastic.local_state import LocalState
 from uneven.train.engine import Engine
 from uneven.train.epoch_ends import EpochEnds
 from uneven.train.events import (
@@ -34,7 +35,6 @@ from uneven.train.events import (
     pass_epoch,
     stopped_ledger,
 )
-from uneven.train.local_state import LocalState
 from uneven.train.lr_scale import LocalScale
 from uneven.train.round_costs import RoundCosts
 from uneven.train.round_tally import RoundTally

@@ -1,7 +1,7 @@
 """The state of every random generator that training draws from: Python's, numpy's, torch's and the device's.
 
 Each rank has its own (dropout masks differ). A checkpoint keeps each rank's (train/saves.py and resume.py), and a step
-that may have to be done again those from before it (train/step_guard.py).
+that may have to be done again those from before it (train/elastic/step_guard.py).
 """
 
 import random

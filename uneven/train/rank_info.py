@@ -16,7 +16,7 @@ from uneven.results.state import TrainedState
 from uneven.timeline.clock import Machine
 from uneven.timeline.timeline import Timeline
 from uneven.train.clocks import MachineClocks
-from uneven.train.round_records import RoundRecords
+from uneven.train.elastic.round_records import RoundRecords
 from uneven.train.run_record import RunRecord
 
 

@@ -1,7 +1,7 @@
 """What a rank of a local policy has trained and not handed in yet: its weight, times and losses in its next round.
 
 A round that is entered takes them with it. Only when it was committed they are gone for good; a round that came to
-nothing because a rank was lost gives them back, and the next one carries them (train/settle_local.py).
+nothing because a rank was lost gives them back, and the next one carries them (train/elastic/settle_local.py).
 """
 
 from collections.abc import Callable

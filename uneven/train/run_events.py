@@ -1,7 +1,8 @@
 """What ranks do where all of them meet: an entry of the history, an evaluation, a checkpoint.
 
 The synchronizers call `reach` at every event of the axis, on all ranks alike. An event that a lost rank has interrupted
-is undone (`undo`) and reached again by whoever is left (train/settle.py), so nothing of it is in the history twice.
+is undone (`undo`) and reached again by whoever is left (train/elastic/settle.py), so nothing of it is in the history
+twice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,13 @@ from uneven.comm.group import Group
 from uneven.step.evaluation import monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner, Moment
+from uneven.train.elastic.settle import Kept
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.history import make_entry
 from uneven.train.rank_info import Report
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
-from uneven.train.settle import Kept
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.wishes import Wishes
 
@@ -161,7 +162,7 @@ class RunEvents:
         self.done = done
 
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
-        """The engine is where a checkpoint was taken, and what came after it has not happened: train/roll_back.py."""
+        """The engine is where a checkpoint was taken, and what came after it has not happened (roll_back.py)."""
         self._before = self._callbacks_before = None
         self.done = self._engine.trained
         self.span = ((0, 0.0), (self._engine.trained, self._saves.train_seconds))

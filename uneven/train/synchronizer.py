@@ -19,7 +19,7 @@ class Wish(IntFlag):
     NONE = 0
     SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
     EVALUATE = 2
-    LEAVE = 4  # it hands in what it has trained with this very sum, and goes (train/leaving.py)
+    LEAVE = 4  # it hands in what it has trained with this very sum, and goes (train/elastic/leaving.py)
 
 
 def no_wish() -> Wish:
@@ -139,7 +139,7 @@ class Synchronizer(Protocol):
         ...
 
     def expect_losses(self) -> None:
-        """From now on keep what is needed to go on when a rank is lost (train/settle.py)."""
+        """From now on keep what is needed to go on when a rank is lost (train/elastic/settle.py)."""
         ...
 
     def own_cost(self) -> Cost | None:

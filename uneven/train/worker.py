@@ -29,13 +29,16 @@ from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
 from uneven.train.callbacks import CallbackRunner
+from uneven.train.elastic.leaving import why_nobody_goes
+from uneven.train.elastic.membership import Membership
+from uneven.train.elastic.settle import why_not as why_not_settled
+from uneven.train.elastic.settle_shards import keep_at_end
+from uneven.train.elastic.settler import Settler
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.leaving import why_nobody_goes
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.membership import Membership
 from uneven.train.memory_cap import find_cap
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo, RankResult, Report
@@ -44,9 +47,6 @@ from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
-from uneven.train.settle import why_not as why_not_settled
-from uneven.train.settle_shards import keep_at_end
-from uneven.train.settler import Settler
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
 

@@ -10,7 +10,7 @@ from uneven.hardware.device import parse_devices
 from uneven.launch.heartbeat import ready_key, settled_key
 from uneven.launch.local_ranks import Newcomer
 from uneven.launch.watch.joining import Recruits
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 
 
 class Recruiting(Cluster):

@@ -11,7 +11,7 @@ from tests.launch.watch.test_watch_losses import MEMBERS, Cluster
 from uneven.launch.control.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.heartbeat import LEAVE, SIGNAL_KEY, STAY, handed_key, leave_key
 from uneven.launch.requests import Requests
-from uneven.train.leaving import PARTING
+from uneven.train.elastic.leaving import PARTING
 
 
 class Parting(Recruiting):

@@ -23,7 +23,7 @@ from uneven.launch.watch.generations import MOST_REPEATS
 from uneven.launch.watch.joining import Recruits
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 
 MEMBERS = ("pc/cpu/a", "pc/cpu/b", "mini/cpu/c")
 ROSTER = Roster(parse_devices("cpu,cpu,cpu@0.4"), (0, 0, 1), ("pc", "mini"))

@@ -36,7 +36,7 @@ from uneven.machines.wire import WireError
 from uneven.results.progress import Reporter
 
 if TYPE_CHECKING:
-    from uneven.train.membership import Generation  # imports torch
+    from uneven.train.elastic.membership import Generation  # imports torch
 
 REACH_S = 20.0
 WAITING = "waiting for machines"  # the phase that `uneven status` shows

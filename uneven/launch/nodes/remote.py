@@ -19,7 +19,7 @@ from uneven.launch.requests import Requests
 from uneven.machines.session import Session
 
 if TYPE_CHECKING:
-    from uneven.train.membership import Generation  # imports torch
+    from uneven.train.elastic.membership import Generation  # imports torch
 
 MOST_TOLD = 256  # ranks in a status that goes to other machines
 ENDED_S = 5.0  # for a machine that was told to end its ranks

@@ -14,7 +14,7 @@ from uneven.launch.local_ranks import Newcomer
 from uneven.launch.watch.deadlines import RankHealth
 from uneven.launch.watch.generations import Generations
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 
 
 class Recruits(Protocol):

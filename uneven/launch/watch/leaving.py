@@ -1,7 +1,8 @@
 """Ranks that leave a run on purpose, as the watch sees them: asked, told, handed in, gone.
 
 Held by launch/watch/watch.py. A rank that was told hands in what it has trained with its next step or round, and all
-ranks wait there (train/leaving.py); the next generation is without it. Who cannot leave is refused in words, and stays.
+ranks wait there (train/elastic/leaving.py); the next generation is without it. Who cannot leave is refused in words,
+and stays.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,8 +13,8 @@ from uneven.launch.control.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.heartbeat import LEAVE, STAY, handed_key, leave_key, suspicion_key
 from uneven.launch.watch.deadlines import RankHealth
 from uneven.launch.watch.generations import Generations, count_ranks, steps_done
-from uneven.train.leaving import PARTING
-from uneven.train.membership import Generation
+from uneven.train.elastic.leaving import PARTING
+from uneven.train.elastic.membership import Generation
 
 ARRIVE_S = 1.0  # for the other ranks to come as far, once one of them has
 PARTING_S = 5.0  # for all of it; then it is a group that ranks have lost

@@ -38,7 +38,7 @@ from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ra
 from uneven.launch.watch.joining import Joining, Recruits
 from uneven.launch.watch.leaving import Leaving
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
+from uneven.train.elastic.membership import Generation
 
 POLL_S = 0.1
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed

@@ -3,15 +3,15 @@
 At evaluations, checkpoints and the end of a run all ranks average their buffers in a collective of its own (of a local
 policy only integer buffers: the others are in its rounds). A rank that could not get the result takes it over from the
 furthest one, as params of a step that it missed. So the samples of a lost rank stay in the average that it was in.
-Called by train/settler.py.
+Called by train/elastic/settler.py.
 """
 
 from torch import Tensor
 
+from uneven.train.elastic.settle import Settlement, Standing, share_tensors
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.settle import Settlement, Standing, share_tensors
 
 
 def settle_buffers(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train import test_settle_local as local
 from tests.train.clusters import DiedError, Join, Loss, flat
+from tests.train.elastic import test_settle_local as local
+from tests.train.elastic.test_settle import accuracy, alone, check, train  # noqa: F401, a fixture
+from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, likewise
 from tests.train.test_gradient_sync import X
-from tests.train.test_settle import accuracy, alone, check, train  # noqa: F401, a fixture
-from tests.train.test_settle_local import equal_speeds  # noqa: F401, likewise
 from uneven import Callback, CallbackInfo, EarlyStopping, KeepBest
 from uneven.results.state import TrainedState
 from uneven.train.callbacks import Agreed, CallbackRunner

@@ -6,9 +6,9 @@ trained since the last one. So all ranks know after the same step or round, and 
 and nothing is trained again. The leader publishes the generation without it once it has said that all is handed in.
 """
 
+from uneven.train.elastic.settle import why_not
 from uneven.train.engine import Engine
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.settle import why_not
 from uneven.train.synchronizer import Synchronizer, Wish
 
 PARTING = "a rank leaves"

@@ -11,17 +11,11 @@ from typing import Any
 from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
 from uneven.policy.finish import Cost
-from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync
-from uneven.train.leaving import PARTING, has_handed_in, is_parting
-from uneven.train.local_sgd import LocalSGD
-from uneven.train.membership import Generation, Membership
-from uneven.train.roll_back import go_back, read_newest
-from uneven.train.round_records import RoundRecords
-from uneven.train.run_events import RunEvents
-from uneven.train.run_record import RunRecord
-from uneven.train.saves import Saves
-from uneven.train.settle import (
+from uneven.train.elastic.leaving import PARTING, has_handed_in, is_parting
+from uneven.train.elastic.membership import Generation, Membership
+from uneven.train.elastic.roll_back import go_back, read_newest
+from uneven.train.elastic.round_records import RoundRecords
+from uneven.train.elastic.settle import (
     NEWCOMER,
     Settlement,
     Standing,
@@ -39,11 +33,17 @@ from uneven.train.settle import (
     why_not_joined,
     with_scale,
 )
-from uneven.train.settle_buffers import settle_buffers
-from uneven.train.settle_local import abandon, begin_blank, describe, settle_local
-from uneven.train.settle_losses import exchange_losses, settled_losses, take_losses
-from uneven.train.settle_shards import leave_shards
-from uneven.train.step_guard import StepGuard
+from uneven.train.elastic.settle_buffers import settle_buffers
+from uneven.train.elastic.settle_local import abandon, begin_blank, describe, settle_local
+from uneven.train.elastic.settle_losses import exchange_losses, settled_losses, take_losses
+from uneven.train.elastic.settle_shards import leave_shards
+from uneven.train.elastic.step_guard import StepGuard
+from uneven.train.engine import Engine
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
+from uneven.train.run_events import RunEvents
+from uneven.train.run_record import RunRecord
+from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer, Wish
 
 GoOn = Callable[[Synchronizer | None, Cost | None, float | None], None]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.train.clusters import Begun, DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
+from tests.train.elastic.test_settle import ways
+from tests.train.elastic.test_settle_shards import Blocks, check
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
-from tests.train.test_settle import ways
-from tests.train.test_settle_shards import Blocks, check
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError
@@ -22,8 +22,8 @@ from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.step.meter import LossMeter
 from uneven.train.callbacks import CallbackInfo
+from uneven.train.elastic.settle_losses import exchange_losses
 from uneven.train.rank_info import RankInfo
-from uneven.train.settle_losses import exchange_losses
 from uneven.train.worker import Worker
 
 NAMES = ("zero1", "zero2", "fsdp")
@@ -223,7 +223,7 @@ def test_another_one_is_lost_when_the_others_have_just_gone_back(
             raise DiedError
         exchange_losses(meter, group)
 
-    monkeypatch.setattr("uneven.train.settler.exchange_losses", dying)
+    monkeypatch.setattr("uneven.train.elastic.settler.exchange_losses", dying)
     found, _ = train(tmp_path / "out", 4, [Loss("m1", saved[1] + 3)], failing=["m0"], strategy="fsdp")
     assert set(found) == {"m2", "m3"}
     assert [segment.get("checkpoint") for segment in check_all(found, alone)][-2:] == ["step-4", None]

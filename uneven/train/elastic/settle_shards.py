@@ -5,8 +5,8 @@ of every rank from the moment it was put together until the first update in the 
 divided it. So where yet another rank is lost, either all of those who are left have it, or none of them has begun to
 divide it, or all of them have.
 
-Where a shard is lost for good they go back to a checkpoint (train/roll_back.py), whose state is then the one in hand.
-One that was lost in the middle of that may leave some who have gone back and some who have not: then all go back.
+Where a shard is lost for good they go back to a checkpoint (train/elastic/roll_back.py), whose state is then the one in
+hand. One that was lost in the middle of that may leave some who have gone back and some who have not: then all go back.
 """
 
 from collections.abc import Mapping, Sequence

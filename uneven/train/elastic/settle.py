@@ -26,12 +26,12 @@ from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.several import SeveralSteps
+from uneven.train.elastic.settle_shards import settle_shards
+from uneven.train.elastic.step_guard import log_of
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.optimizer_tree import lay_out
 from uneven.train.resume import learn_sizes
-from uneven.train.settle_shards import settle_shards
-from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
 Kept = tuple[dict[str, Any], dict[str, Any]]  # tensors that a callback kept, and their entry: RunRecord.kept

@@ -1,10 +1,11 @@
 """Going back to the newest whole checkpoint, in the same processes, where a shard of a lost rank has no copy.
 
-Called by train/settler.py, on all who are left, in their new group. First all of them read the checkpoint
+Called by train/elastic/settler.py, on all who are left, in their new group. First all of them read the checkpoint
 (`read_newest`, a collective), and nothing has changed yet where another rank is lost meanwhile. Then each goes back by
 itself (`go_back`), without a collective, so it has done so entirely or not at all. The state that it has read is the
-whole state of train/settle_shards.py, and is divided by the memory of who is left. Ledger, history, learning rate,
-buffers and random numbers are those of the checkpoint: what was trained after it does not count, and is trained again.
+whole state of train/elastic/settle_shards.py, and is divided by the memory of who is left. Ledger, history, learning
+rate, buffers and random numbers are those of the checkpoint: what was trained after it does not count, and is trained
+again.
 """
 
 import secrets
@@ -23,12 +24,12 @@ from uneven.policy.packed import pack_log
 from uneven.results.checkpoint import Checkpoint, files_of_ranks, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole
 from uneven.results.record import RECORD, crc32_of, listed_files
+from uneven.train.elastic.settle_shards import keep_whole, leave_shards
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
-from uneven.train.settle_shards import keep_whole, leave_shards
 
 
 @dataclass(frozen=True)

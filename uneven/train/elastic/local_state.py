@@ -1,6 +1,6 @@
 """What all ranks of a local policy agree upon beside params and buffers, as the furthest tells the others.
 
-train/settle_local.py makes and sends it when ranks are lost; LocalSGD goes on from it in the next group.
+train/elastic/settle_local.py makes and sends it when ranks are lost; LocalSGD goes on from it in the next group.
 """
 
 from collections.abc import Mapping

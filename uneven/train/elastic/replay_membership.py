@@ -1,11 +1,13 @@
 """A Membership that follows a log: generations begin and end where they did in the recorded run.
 
 Nobody is lost in a replay. A member that has done all that it did in a generation gives its group up by itself, as
-others did when they lost a rank, and settles in the next one by the code of the run (train/settler.py). Whoever was
-lost leaves instead. So whatever ranks do when they settle is repeated with the same bits, and need not be in the log.
+others did when they lost a rank, and settles in the next one by the code of the run (train/elastic/settler.py). Whoever
+was lost leaves instead. So whatever ranks do when they settle is repeated with the same bits, and need not be in the
+log.
 
 [Note: the end of a generation] Only what counted is repeated. A step, round, event or average of buffers counted if any
-rank that was left had it (train/settle.py), and then all members do it here, those included that had not come so far.
+rank that was left had it (train/elastic/settle.py), and then all members do it here, those included that had not come
+so far.
 """
 
 import time
@@ -19,10 +21,10 @@ from uneven.data.replay_generations import End, RecordedGeneration, RecordedGene
 from uneven.errors import GroupLostError
 from uneven.hardware.roster import Roster
 from uneven.policy.recorded import RecordedSchedule
+from uneven.train.elastic.membership import Generation
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.membership import Generation
 from uneven.train.run_events import RunEvents
 from uneven.train.synchronizer import Synchronizer
 

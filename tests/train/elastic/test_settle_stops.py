@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.train import test_settle
 from tests.train.clusters import DiedError
-from tests.train.test_settle_local import equal_speeds, train
+from tests.train.elastic import test_settle
+from tests.train.elastic.test_settle_local import equal_speeds, train
 from uneven.errors import GroupLostError
 from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker

@@ -106,7 +106,7 @@ class Membership(Protocol):
         ...
 
     def record_store(self) -> Store:
-        """The launcher's store under keys of this run, by a connection of its own: for train/round_records.py."""
+        """The launcher's store under keys of this run, by a connection of its own: for round_records.py."""
         ...
 
     def settled(self, number: int, lines: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Ranks that leave on purpose: what they trained stays, nothing is trained again, and the others go on.
 
-On threads, with real workers. The recount of tests/train/test_settle_local.py finds out a ledger that lies.
+On threads, with real workers. The recount of tests/train/elastic/test_settle_local.py finds out a ledger that lies.
 """
 
 import itertools
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train import test_settle as exact
-from tests.train import test_settle_local as local
 from tests.train.clusters import Join, Loss, flat
-from tests.train.test_settle import alone  # noqa: F401, a fixture
-from tests.train.test_settle_local import equal_speeds  # noqa: F401, likewise
+from tests.train.elastic import test_settle as exact
+from tests.train.elastic import test_settle_local as local
+from tests.train.elastic.test_settle import alone  # noqa: F401, a fixture
+from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, likewise
 from uneven.results.state import TrainedState
 
 

@@ -1,7 +1,7 @@
 """What an exact policy keeps so that the loss of a rank costs no more than the step in progress. Used by GradientSync.
 
-Only where the run can go on without a rank (train/settle.py): the part of the step that has begun, the random numbers
-before it, and every rank's shares since this generation began, from which the log of a lost rank is made.
+Only where the run can go on without a rank (train/elastic/settle.py): the part of the step that has begun, the random
+numbers before it, and every rank's shares since this generation began, from which the log of a lost rank is made.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,9 +11,9 @@ from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.ledger import Ledger
 from uneven.step.finite import Fault
 from uneven.train.dropped import BadStep
+from uneven.train.elastic.settle_shards import updates_of
 from uneven.train.engine import Engine
 from uneven.train.random_state import RandomStates
-from uneven.train.settle_shards import updates_of
 
 Log = list[tuple[int, int, int]]
 

@@ -25,9 +25,9 @@ from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
+from uneven.train.elastic.local_state import LocalState
+from uneven.train.elastic.settle import Settlement, seed_newcomer
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.local_state import LocalState
-from uneven.train.settle import Settlement, seed_newcomer
 
 
 def begin_blank(local: LocalSGD) -> None:

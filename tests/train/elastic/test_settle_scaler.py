@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.clusters import Join, Loss
-from tests.train.test_settle import SHARES, alone, check, train  # noqa: F401, a fixture
+from tests.train.elastic.test_settle import SHARES, alone, check, train  # noqa: F401, a fixture
 from uneven.results.state import TrainedState
 from uneven.step.precision import Precision
 
