@@ -1,4 +1,4 @@
-"""Run folders made by hand, as bench/single.py writes them."""
+"""Run folders made by hand, as bench/single/ writes them."""
 
 import json
 from pathlib import Path
