@@ -3,7 +3,9 @@
 One of each here; tests/launch/test_soak.py repeats them against the clock.
 """
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,22 @@ from tests.faults import (
 )
 from tests.faults import start as start
 from uneven.comm.store import get_text
+from uneven.errors import MachineError
+from uneven.launch.processes import RankProcesses
 from uneven.launch.watch import watch
+
+
+def test_a_machine_that_lets_no_process_start_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback with `ulimit -u 10`."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with pytest.raises(MachineError, match=r"rank 0 does not start \(Resource temporarily .*ulimit -u"):
+        RankProcesses(tmp_path, [1, 1])
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

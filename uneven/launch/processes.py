@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from uneven.errors import USER_ERRORS
+from uneven.errors import USER_ERRORS, MachineError
 from uneven.launch.cleanup import end_session, process_state
 
 EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
@@ -73,7 +73,13 @@ class RankProcesses:
     def _start(self, number: int, env: Mapping[str, str]) -> None:
         command = [sys.executable, *OWN_PATH, "-m", "uneven.launch.rank", str(self._folder), str(number)]
         # A session of its own: the terminal's Ctrl-C is the launcher's to interpret.
-        self._processes[number] = subprocess.Popen(command, env=env, start_new_session=True)
+        try:
+            self._processes[number] = subprocess.Popen(command, env=env, start_new_session=True)
+        except OSError as error:  # EAGAIN, ENOMEM
+            raise MachineError(
+                f"the process of rank {number} does not start ({error.strerror}): allow more processes ('ulimit -u', a "
+                "container's --pids-limit), or use fewer devices"
+            ) from error
         self._environments[number] = env
 
     @property
