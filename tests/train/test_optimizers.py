@@ -17,6 +17,7 @@ from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, 
 from uneven import MuonAdamW, fit
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
+from uneven.train.lr_scale import NO_RATE
 
 
 def make_muon(params: Any) -> MuonAdamW:
@@ -31,10 +32,26 @@ def make_muon(params: Any) -> MuonAdamW:
     )
 
 
+class OwnRate(Optimizer):
+    """Finds its rate from its steps, and has lr=None in its groups, as an Adafactor of relative steps does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in (param for settings in self.param_groups for param in settings["params"]):
+            if param.grad is not None:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                param.sub_(0.05 * param.grad / state["step"])
+
+
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
     "counting": Counting,
     "muon": make_muon,
+    "own-rate": OwnRate,
 }
 
 
@@ -70,6 +87,23 @@ def test_a_trial_step_leaves_no_trace_in_a_counter() -> None:
     ours = train(2, optimizer="counting", policy="balanced", global_batch_size=24)
     assert_exact(ours, dense, "counting", torch.float64)
     assert [group["k"] for group in ours[0].state.param_groups] == [group["k"] for group in dense.state.param_groups]
+
+
+def test_an_optimizer_without_a_learning_rate_equals_one_device() -> None:
+    dense = train(1, optimizer="own-rate", global_batch_size=24)[0]
+    assert [entry["lr"] for entry in dense.state.history] == [None, None]
+    assert_exact(train(2, optimizer="own-rate", global_batch_size=24), dense, "own-rate", torch.float64)
+
+
+def test_a_learning_rate_that_is_not_there_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda _, lines: said.extend(lines))
+    common: dict[str, Any] = {"optimizer": "own-rate", "policy": "cadence", "shares": (1, 1), "batch_size": 8}
+    scaled, plain = train(2, **common)[0], train(2, lr_scale=1.0, **common)[0]
+    assert all(torch.equal(value, plain.state.params[name]) for name, value in scaled.state.params.items())
+    assert set(said) == {NO_RATE}
+    with pytest.raises(InputError, match=r"lr_scale=2.0 with an optimizer that has no learning rate \(lr=None\)"):
+        train(1, optimizer="own-rate", lr_scale=2.0)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "sequence"])

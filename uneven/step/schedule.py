@@ -108,7 +108,12 @@ class Schedule:
 
     @property
     def rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        """Of all param groups in order; one whose optimizer finds its own rate has none (lr=None, as an Adafactor)."""
+        return read_setting(self._optimizer, RATE)
+
+    @property
+    def first_rate(self) -> float | None:
+        return next(iter(self.rates), None)
 
     def state_dict(self, first_needed: int | None = None) -> dict[str, Any]:
         """What a run needs to go on from here, as plain JSON.

@@ -92,9 +92,9 @@ class CallbackInfo:
         return self._engine.meter.glance()
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the first param group."""
-        return self._engine.schedule.rates[0]
+    def lr(self) -> float | None:
+        """The learning rate of the first param group that has one; None with an optimizer that finds its own."""
+        return self._engine.schedule.first_rate
 
     @property
     def model(self) -> nn.Module:

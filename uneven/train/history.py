@@ -27,7 +27,7 @@ def make_entry(
         "samples": engine.samples_before(slot),
         **({"skipped": skipped[epoch]} if epoch in skipped else {}),
         "train_loss": loss,
-        "lr": engine.schedule.rates[0],
+        "lr": engine.schedule.first_rate,
         "train_seconds": now_s,
         "samples_per_s": samples / max(now_s - seconds, 1e-9),
     }

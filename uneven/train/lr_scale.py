@@ -6,6 +6,10 @@ from uneven.policy.windows import Windows
 from uneven.train.engine import Engine
 from uneven.train.events import describe_lr_scale
 
+NO_RATE = (
+    "  the optimizer has no learning rate to scale (lr=None); averaging params over devices damps each one's steps"
+)
+
 
 class LocalScale:
     """`value` is the factor; `update` at the start, until it is known, and after every epoch."""
@@ -22,6 +26,9 @@ class LocalScale:
             return []
         if not self._windows.is_measured:
             return []
+        if not self._engine.schedule.rates:
+            lines, self.is_known = [] if self.is_known else [NO_RATE], True
+            return lines
         wanted = self._engine.lr_scale("auto", self._windows.speeds)
         if abs(wanted / self.value - 1.0) <= CHANGE and self.is_known:
             return []

@@ -19,6 +19,7 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.errors import InputError
 from uneven.parallel.batchnorm import synced_buffers
+from uneven.step.rate_table import RATE, read_setting
 
 TOLERANCE = 1e-4  # of a param's size; fp32 rounds by 6e-8 a step, in either direction
 ROUNDINGS = 8  # that a type with fewer digits may be apart, in its own precision
@@ -38,7 +39,7 @@ def check_replicas(group: Group, model: nn.Module, optimizer: Optimizer, *, has_
     named = [
         (name, p) for name, p in model.named_parameters() if p.numel() and (p.is_floating_point() or p.is_complex())
     ]
-    rates = [float(settings.get("lr", 0.0)) if has_own_rates else math.nan for settings in optimizer.param_groups]
+    rates = [rate if has_own_rates else math.nan for rate in read_setting(optimizer, RATE)]
     params = [param.detach() for _, param in named]
     rows = gather_rows(group, [*rates, *_sizes(params)])
     for rank, row in enumerate(rows):

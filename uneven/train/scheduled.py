@@ -43,7 +43,12 @@ def grown_scale(scale: float, axis: Axis, samples: int) -> float:
 
 
 def check_schedule(schedule: Schedule, task: Task, config: RunConfig, is_own_loop: bool) -> None:
-    """InputError where a schedule follows a metric that nobody evaluates, or an interval is given for one."""
+    """InputError where a schedule follows a metric that nobody evaluates, or what is given for it would be ignored."""
+    if config.lr_scale not in (None, 1.0) and not schedule.rates:
+        raise InputError(
+            f"lr_scale={config.lr_scale!r} with an optimizer that has no learning rate (lr=None) to scale: leave "
+            "lr_scale out, or give the optimizer a rate"
+        )
     if schedule.needs_metric and config.scheduler_interval is not None:
         raise InputError(
             f"scheduler_interval={config.scheduler_interval!r} with a ReduceLROnPlateau: it is stepped at every "
