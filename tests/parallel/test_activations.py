@@ -110,6 +110,47 @@ def test_a_recomputed_batchnorm_moves_its_running_statistics_once() -> None:
     torch.testing.assert_close(train("recompute"), train("keep"), rtol=0, atol=0)
 
 
+def functional(model: nn.Module, x: Tensor) -> Tensor:
+    """A forward with other params in the place of the model's, which are back before backward."""
+    nearby = {name: 1.5 * param for name, param in model.named_parameters()}
+    return torch.func.functional_call(model, nearby, x).square().sum()
+
+
+def power_iteration(model: nn.Module, x: Tensor) -> Tensor:
+    """A forward that changes buffers which it computes with."""
+    if not nn.utils.parametrize.is_parametrized(model[1][0]):  # type: ignore[index, arg-type]
+        nn.utils.parametrizations.spectral_norm(model[1][0])  # type: ignore[index, arg-type]
+    return model(x).square().sum()  # type: ignore[no-any-return]
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """A backward through a backward."""
+    x = x.clone().requires_grad_()
+    out = model(x).square().sum()
+    return out + torch.autograd.grad(out, x, create_graph=True)[0].square().sum()  # type: ignore[no-any-return]
+
+
+def other_mode(model: nn.Module, x: Tensor) -> Tensor:
+    """A model that is put into another mode before backward."""
+    loss = model.train()(x).square().sum()
+    model.eval()
+    return loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss_of", [functional, power_iteration, gradient_penalty, other_mode])
+def test_a_block_is_recomputed_as_its_forward_began(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def train(policy: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+        model = nn.Sequential(nn.Linear(4, 6), block, nn.Linear(3, 2)).double()
+        Activations(model, policy, blocks=[block])
+        for _ in range(2):
+            loss_of(model, torch.randn(5, 4).double()).backward()
+        return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+    torch.testing.assert_close(train("recompute"), train("keep"), rtol=1e-12, atol=1e-12)
+
+
 def test_a_measurement_on_few_samples_is_scaled() -> None:
     model = Tower()
     each = Activations(model, "auto", measure=lambda: model(batch(0)), budget_bytes=10**9).blocks[0].bytes

@@ -5,8 +5,8 @@ measures how many bytes each block keeps and recomputes the largest blocks until
 `activations` of a run ends up here (train/apply_strategy.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,18 +91,41 @@ def _recompute(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _restored_buffers(block)
+    return nullcontext(), _AsForwardBegan(block)
 
 
-@contextmanager
-def _restored_buffers(block: nn.Module) -> Iterator[None]:
-    """Undo what a recomputation changes in buffers: BatchNorm would move its running statistics twice a step."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, before in saved:
-            buffer.data.copy_(before)  # .data: autograd has saved the buffer and must not see another version
+class _AsForwardBegan(AbstractContextManager[None]):
+    """Made before a block's forward; inside it the block is as it was then, and afterwards as it is now.
+
+    Without it a recomputation takes other numbers than the forward, silently: functional_call has given back the
+    model's own params, power iterations have moved on, the user has changed modes. Nor may it leave a trace:
+    BatchNorm would move its running statistics twice a step. It is entered by every backward through the block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._states = [_state(module) for module in block.modules()]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        found = [(buffer, buffer.detach().clone()) for buffer, _ in self._values]
+        for buffer, value in self._values:
+            buffer.data.copy_(value)  # .data: autograd has saved the buffer and must not see another version
+        self._values = found
+        for place, (module, is_training, params, buffers) in enumerate(self._states):
+            self._states[place] = _state(module)
+            module.training = is_training
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+
+
+def _state(module: nn.Module) -> tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]:
+    return module, module.training, dict(module._parameters), dict(module._buffers)
 
 
 def _offload(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
