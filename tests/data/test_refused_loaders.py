@@ -1,6 +1,6 @@
 """What a user's pipeline asks for and uneven cannot keep: refused in one line, before a rank starts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -39,6 +39,26 @@ class Halved(DataLoader):  # type: ignore[type-arg]
         return (batch / 2 for batch in super().__iter__())
 
 
+class InBatches(list[Any]):
+    """As a TensorDict: a DataLoader gets whole batches from it, and its collate_fn passes them on."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor([self[index] for index in indices])
+
+
+class Rows(Mapping[str, Any]):
+    """As a TensorDict, which is a mapping by its type, and a data set by what it does."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((3,), float(index))}
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(8))
+
+
 class Doubled(TensorData):
     def take(self, indices: torch.Tensor, keys: torch.Tensor | None) -> Any:
         return 2 * super().take(indices, keys)
@@ -52,10 +72,22 @@ def apart(loader: Any = None, loading: Loading = Loading(), **settings: Any) -> 
     return take_apart(SAMPLES if loader is None else loader, loading, settings)
 
 
+def test_a_mapping_that_gives_rows_is_a_data_set() -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+    model = torch.nn.Linear(3, 1)
+    assert fit(model=model, optimizer=sgd, step=loss, dataset=Rows(), batch_size=4, epochs=1, **QUIET).samples == 8
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "two batch sizes": (
         lambda: apart(DataLoader(SAMPLES, batch_size=8), batch_size=16),
         "batch_size=16 and DataLoader",
+    ),
+    "whole batches of the data set": (
+        lambda: apart(DataLoader(InBatches(range(8)), batch_size=4, collate_fn=lambda batch: batch)),
+        r"InBatches.__getitems__ makes whole batches \(Tensor\).*collate_fn that makes a batch of a list",
     ),
     "two workers": (lambda: apart(DataLoader(SAMPLES, num_workers=1), num_workers=2), "num_workers=2 and DataLoader"),
     "two orders": (lambda: apart(DataLoader(SAMPLES), shuffle=True), r"shuffle=True and DataLoader\(shuffle=False\)"),

@@ -59,7 +59,7 @@ def check_data(name: str, dataset: Any) -> None:
         raise InputError(f"{name} is the class {dataset.__name__}, not a data set: pass {name}={dataset.__name__}(...)")
     if isinstance(dataset, str | bytes | PathLike):
         raise InputError(f"{name}={dataset!r} is a name, not a data set: load it first, and pass the object")
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) and not isinstance(next(iter(dataset), None), Mapping):  # a TensorDict gives rows
         example = (
             f"TensorDataset({', '.join(map(str, dataset))})" if _are_arrays([*dataset.values()]) else "one of them"
         )

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from uneven.config import LOCAL_POLICIES, EvalStep, Evaluation, Loading
-from uneven.data.epoch_order import DrawnOrder
+from uneven.data.epoch_order import DrawnOrder, random_states_preserved
 from uneven.data.tensors import TensorData, is_gathered
 from uneven.errors import InputError
 
@@ -154,6 +154,16 @@ def _check_reading(loader: "DataLoader[Any]") -> None:
             f"{kind.__name__} is a DataLoader that iterates in its own way, which would be left out: change batches in "
             "the data set or in collate_fn, and pass a DataLoader"
         )
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is not None and callable(getattr(dataset, "__getitems__", None)) and _length(dataset):
+        with random_states_preserved():
+            found = dataset.__getitems__([0])
+        if not isinstance(found, list | tuple) or len(found) != 1:
+            raise InputError(
+                f"{type(dataset).__name__}.__getitems__ makes whole batches ({type(found).__name__}), and samples are "
+                "read one by one here, so that what each draws depends on its place alone: pass the data set itself, "
+                "batch_size, and a collate_fn that makes a batch of a list of samples"
+            )
 
 
 def _settle(given: dict[str, Any], name: str, value: Any) -> None:
