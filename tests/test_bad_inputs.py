@@ -86,6 +86,14 @@ class SAM(torch.optim.SGD):
         return super().step(closure)
 
 
+class Accelerated(torch.optim.Optimizer):
+    """Wraps another one without torch's own __init__, as accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
 def step(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -154,6 +162,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
         r"make it from model.parameters\(\)",
     ),
     ("optimizer instance with scheduler", with_scheduler(), "scheduler was made.*scheduler=lambda optimizer"),
+    ("optimizer without hooks", {"optimizer": lambda p: Accelerated(sgd(p))}, r"Accelerated has none.*its \.optimizer"),
     ("LBFGS", {"optimizer": torch.optim.LBFGS, "devices": TWO}, "LBFGS.*closure.*use SGD, Adam"),
     ("a closure of one's own", {"optimizer": SAM, "devices": TWO}, "SAM.*closure.*use SGD, Adam"),
     (
@@ -169,6 +178,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
         {"step": lambda m, b: (step(m, b), m(b[0]))},
         r"shape \(4, 2\)\); .*\(loss_sum, count\)",
     ),
+    ("step returns a dict", {"step": lambda m, b: {"loss": step(m, b)}}, r"returned dict; .*: return its \[.loss.\]"),
     ("step returns a float", {"step": lambda m, b: step(m, b).item()}, "returned float.*without .item"),
     ("step returns nothing", {"step": lambda m, b: None}, "returned NoneType; it must return the batch's mean loss"),
     ("step returns a vector", {"step": lambda m, b: m(b[0])}, r"shape \(4, 2\); it must return the batch's mean loss"),

@@ -90,6 +90,6 @@ def _write_content(content: tuple[Task, RunConfig, Program | None], folder: Path
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"the model, optimizer, step or data set cannot be sent to the rank processes ({why}); "
-            "use functions and data that can be pickled, or one device"
+            f"the model, optimizer, step, data set or callbacks cannot be sent to the rank processes ({why}); use "
+            "functions and data that can be pickled (a callback opens its files in on_start), or one device"
         ) from error

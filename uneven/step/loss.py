@@ -23,6 +23,7 @@ def read_loss(result: Any) -> tuple[Tensor, Any]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         hint = ": return its .loss" if isinstance(getattr(loss, "loss", None), Tensor) else ""
         hint = ": return the tensor, without .item()" if isinstance(loss, float) else hint
+        hint = ': return its ["loss"]' if type(loss) is dict and isinstance(loss.get("loss"), Tensor) else hint
         raise InputError(f"the train step returned {describe(loss)}; {WANTED}{hint}")
     if not loss.requires_grad:
         raise InputError(

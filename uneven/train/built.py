@@ -96,6 +96,13 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
             f"optimizer(params) made a {kind}; it must return a torch Optimizer, as in "
             "optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
+    if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = next((name for name, part in vars(optimizer).items() if isinstance(part, Optimizer)), None)
+        advice = "call super().__init__ in its class" if inner is None else f"pass the one that it wraps, its .{inner}"
+        raise InputError(
+            f"optimizer {kind} has none of torch's step hooks, which a run needs, since it never calls "
+            f"Optimizer.__init__: {advice}"
+        )
     if _needs_closure(optimizer):
         raise InputError(
             f"optimizer {kind} runs the train step several times per update (its step needs a closure), which no "

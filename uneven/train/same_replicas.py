@@ -26,7 +26,7 @@ ROUNDINGS = 8  # that a type with fewer digits may be apart, in its own precisio
 ADVICE = (
     "a rank without samples in a step has no batch, so what a script does for every batch beside its loss does not "
     "happen there: give the scheduler to Ddp.setup or fit, change weights in a callback's on_step, which runs on every "
-    "rank, and step the optimizer by ddp.step alone"
+    "rank, and step the optimizer by ddp.step alone; an optimizer that draws random numbers draws others on each rank"
 )
 
 
