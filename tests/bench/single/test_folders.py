@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.folders import make_run
+from uneven.bench.report.pack import pack
 from uneven.bench.single.folders import (
     FAILURE,
     BrokenRun,
@@ -13,6 +14,7 @@ from uneven.bench.single.folders import (
     read_equal_time,
     read_run,
     read_runs,
+    sweeps_in,
 )
 from uneven.errors import InputError
 
@@ -37,6 +39,17 @@ def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
     assert [run.quality for run in read_equal_time(tmp_path)] == [0.97]
     make_run(tmp_path / "all" / "one", "lenet", "solo-0", 0, 0.9)
     assert str(nothing_found(tmp_path / "all")).endswith(f"there are some in {tmp_path / 'all' / 'one'}")
+
+
+def test_a_sweep_whose_record_or_runs_are_gone_is_still_one_of_its_folder(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        make_run(tmp_path / "runs" / name, "lenet", "solo-0", 0, 0.98)
+        pack(tmp_path / "runs" / name, tmp_path / "all" / name)
+    (tmp_path / "all" / "begun").mkdir()
+    (tmp_path / "all" / "begun" / "sweep.json").write_text('{"commands": []}')
+    (tmp_path / "all" / "two" / "sweep.json").unlink()
+    shutil.rmtree(tmp_path / "all" / "three" / "lenet")
+    assert [path.name for path in sweeps_in(tmp_path / "all")] == ["one", "three", "two"]
 
 
 def test_a_measurement_of_efficiency_that_failed_is_told(tmp_path: Path) -> None:

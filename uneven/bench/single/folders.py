@@ -183,10 +183,17 @@ def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
 
 
 def sweeps_in(root: Path) -> list[Path]:
-    """The folder itself if it has runs, else the sweeps' folders in it; the folder itself also without any."""
+    """The folder itself if it has runs, else the sweeps' folders in it; the folder itself also without any.
+
+    Beside a sweep a folder of runs without sweep.json counts, too: `uneven bench check` reports the missing file.
+    """
     if not root.is_dir() or _run_paths(root):
         return [root]
-    return [path for path in sorted(root.iterdir()) if (path / SWEEP).is_file() and _run_paths(path)] or [root]
+    records = {path: read_json(path / SWEEP) for path in sorted(root.iterdir()) if path.is_dir()}
+    if not any(isinstance(record, dict) for record in records.values()):
+        return [root]
+    packed = [path for path, record in records.items() if isinstance(record, dict) and record.get("files")]
+    return [path for path in records if path in packed or _run_paths(path)] or [root]
 
 
 def nothing_found(root: Path) -> InputError:
