@@ -4,8 +4,11 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -123,6 +126,37 @@ def test_files_of_tests_stay_small_and_those_that_start_first_are_there() -> Non
     for path in sorted((ROOT / "tests").rglob("*.py")):
         assert path.read_text().count("\n") <= 400, path
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
+def programs_in(path: Path) -> Iterator[ast.Module]:
+    """What a file of tests gives to other processes as text, as far as it is a whole program."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value:
+            with suppress(SyntaxError):
+                yield ast.parse(dedent(node.value))
+
+
+def test_programs_in_the_text_of_tests_import_what_is_there() -> None:
+    """mypy and a rename of a module do not see them, and those of the storm run only where namespaces are permitted."""
+    found = []
+    for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]):
+        for node in (node for program in programs_in(path) for node in ast.walk(program)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "uneven":
+                found += [(path, f"{node.module}:{alias.name}") for alias in node.names if alias.name != "*"]
+            elif isinstance(node, ast.Import):
+                found += [(path, alias.name) for alias in node.names if alias.name.split(".")[0] == "uneven"]
+    assert len(found) > 50
+    assert [(str(path), name) for path, name in found if not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    with suppress(ImportError):
+        if hasattr(import_module(module), attribute or "__name__"):
+            return True
+        import_module(f"{module}.{attribute}")
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
