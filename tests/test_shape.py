@@ -1,6 +1,7 @@
 """The shape of the code: import arrows, sizes, plain text. What the design promises, checked on every run."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,32 @@ def test_files_and_functions_stay_small() -> None:
         for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 70, f"{path}: {node.name} is too long"
+
+
+# What docstrings and comments cite: files, and notes by their names. A note itself goes on with a sentence.
+ELSEWHERE = {"sitecustomize.py"}  # of Python itself
+CITED_FILE = re.compile(r"(?<![\w/.-])[\w/]+\.py\b")
+CITED_NOTE = re.compile(r"\[Note: ([^\]]+)\]")
+NOTE = re.compile(r"\[Note: ([^\]]+)\]\s+[A-Z]")
+
+
+def prose_of(path: Path) -> str:
+    """The docstrings and comments of a file."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in nodes_of(path) if isinstance(node, owners)]
+    return "\n".join([*docstrings, *re.findall(r"(?:^|  )#[^\n]*", path.read_text(), flags=re.MULTILINE)])
+
+
+def test_files_and_notes_that_docstrings_and_comments_name_are_there() -> None:
+    folders = (PACKAGE, ROOT / "tests", ROOT / "tools", ROOT / "examples")
+    known = "".join(f"/{path.relative_to(ROOT)}\n" for folder in folders for path in folder.rglob("*.py"))
+    notes = {name for path in FILES for name in NOTE.findall(prose_of(path))}
+    missing = []
+    for path in [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]:
+        prose = prose_of(path)
+        missing += [f"{path}: {name}" for name in {*CITED_FILE.findall(prose)} - ELSEWHERE if f"/{name}\n" not in known]
+        missing += [f"{path}: [Note: {name}]" for name in CITED_NOTE.findall(prose) if name not in notes]
+    assert missing == []
 
 
 def test_files_of_tests_stay_small_and_those_that_start_first_are_there() -> None:

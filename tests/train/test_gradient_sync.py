@@ -1,7 +1,7 @@
 """sync and balanced are exact: every parameter against one process training the same global batches.
 
-On threads: real workers, real arithmetic, a group that sums in rank order. The processes' own tests are in
-test_processes.py.
+On threads: real workers, real arithmetic, a group that sums in rank order. Ranks in processes of their own are in
+tests/launch/test_run.py.
 """
 
 import itertools

@@ -3,8 +3,8 @@
 Drives Windows as train/local_sgd.py does. What a rank trains in a window is one number of slots that take one drawn
 time; the jitter of a sum of n slots is that of one, divided by the root of n. So the cost of a simulated run grows with
 rounds times ranks and not with slots. Claims are not made one by one: `async` is taken as what they bring about,
-every rank trains until all slots of the window are claimed. slot_run.py simulates slots one by one, for few ranks;
-tests/simulate/test_windows_against_slots.py compares the two.
+every rank trains until all slots of the window are claimed. tests/policy/simulation.py simulates slots one by one, for
+few ranks; tests/simulate/test_windows_against_slots.py compares the two.
 """
 
 import heapq

@@ -2,8 +2,8 @@
 
 After every step a rank asks two questions: has the average of the round in flight arrived, and is the next round due?
 Cadence waits for the average. Async keeps training and merges after the first step at which the average is there
-([Note: merge without loss] in average/background.py). Rounds, evaluations and epoch ends lie at slots of the axis and
-all ranks pass them in that order, so nothing else has to be agreed upon.
+([Note: merge rule] in average/background.py). Rounds, evaluations and epoch ends lie at slots of the axis, and all
+ranks pass them in that order, so nothing else has to be agreed upon.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,10 @@
 """Settling where params or optimizer state are sharded: those who are left put them together, and divide them anew.
 
-Called by settle.py and settler.py, on all who are left. [Note: whole state in hand] `engine.whole_state` is on the host
-of every rank from the moment it was put together until the first update in the new group begins: then all ranks have
-divided it. So where yet another rank is lost, either all of those who are left have it, or none of them has begun to
-divide it, or all of them have.
+Called by settle.py and settler.py, on all who are left.
+
+[Note: whole state in hand] The whole state (`engine.whole_state`) is on the host of every rank from the moment it was
+put together until the first update in the new group begins: then all ranks have divided it. So where yet another rank
+is lost, either all of those who are left have it, or none of them has begun to divide it, or all of them have.
 
 Where a shard is lost for good they go back to a checkpoint (train/elastic/roll_back.py), whose state is then the one in
 hand. One that was lost in the middle of that may leave some who have gone back and some who have not: then all go back.
