@@ -55,6 +55,13 @@ class LocalSGDConfig:
     divergence_threshold: float = 0.05
     shares: tuple[float, ...] | None = None  # fixed ratio of the counts; nothing adapts then
 
+    @classmethod
+    def anchors(cls, anchor: int | None, max_anchor: int | None) -> tuple[int, int]:
+        """The first and the largest anchor. Where only one of them is given, the other's default follows it."""
+        default = cls()
+        first = min(default.anchor, max_anchor or default.anchor) if anchor is None else anchor
+        return first, max(default.max_anchor, first) if max_anchor is None else max_anchor
+
 
 @dataclass
 class Windows:

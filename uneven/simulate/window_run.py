@@ -24,15 +24,9 @@ from uneven.simulate.tally import Tally
 
 
 def local_config(job: Job, is_async: bool, shares: tuple[float, ...] | None = None) -> LocalSGDConfig:
-    """As train/events.py: where only one of anchor and max_anchor is given, the other's default follows it."""
-    default = LocalSGDConfig()
-    anchor = min(default.anchor, job.max_anchor or default.anchor) if job.anchor == "auto" else job.anchor
-    return LocalSGDConfig(
-        is_async=is_async,
-        anchor=anchor,
-        max_anchor=job.max_anchor or max(default.max_anchor, anchor),
-        shares=shares,
-    )
+    """The window settings of a job, as train/events.py has those of a run."""
+    anchor, max_anchor = LocalSGDConfig.anchors(None if job.anchor == "auto" else job.anchor, job.max_anchor)
+    return LocalSGDConfig(is_async=is_async, anchor=anchor, max_anchor=max_anchor, shares=shares)
 
 
 class WindowRun:

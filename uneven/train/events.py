@@ -22,13 +22,13 @@ from uneven.train.synchronizer import Wish, wished
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
-    """The window settings. Where only one of anchor and max_anchor is given, the other's default follows it."""
+    """The window settings of a run."""
     default = LocalSGDConfig()
-    anchor = config.anchor or min(default.anchor, config.max_anchor or default.anchor)
+    anchor, max_anchor = LocalSGDConfig.anchors(config.anchor, config.max_anchor)
     return LocalSGDConfig(
         is_async=config.policy == "async",
         anchor=anchor,
-        max_anchor=config.max_anchor or max(default.max_anchor, anchor),
+        max_anchor=max_anchor,
         overhead_target=config.overhead_target or default.overhead_target,
         divergence_threshold=config.divergence_threshold or default.divergence_threshold,
         shares=config.shares,
