@@ -124,11 +124,11 @@ class SlotSchedule:
         self._since += 1
 
     def drop_before(self, slot: int) -> None:
-        """Leave out all slots before this one, whoever has them; call it on all ranks before `windows` passes it."""
+        """Leave out all slots before this event, whoever has them; on all ranks, before `windows` notes the round."""
         self._given = deque(given for given in self._given if given >= slot)
         self._handed = 0
         self._first = slot
-        self.windows.drop_back()
+        self.windows.end_at(slot)
 
     @property
     def is_late(self) -> bool:

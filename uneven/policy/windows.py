@@ -219,8 +219,13 @@ class Windows:
         assert slot >= self.due, f"slot {slot} cannot become an event: ranks may have passed the round at {self.due}"
         self.event = min(self.event, slot)
 
-    def drop_back(self) -> None:
-        """The slots handed back and kept are left out by all ranks, with the rest of their epoch."""
+    def end_at(self, event: int) -> None:
+        """The round to be noted is at this event: all ranks leave out the slots before it that nobody has trained."""
+        self.due = self.event = event
+        self._drop_back()
+
+    def _drop_back(self) -> None:
+        """Nobody trains the slots that were handed back or kept."""
         self.back, self.kept = [], [[] for _ in range(self.ranks)]
 
     def _learn_event(self, was_divided: bool) -> None:
@@ -280,7 +285,7 @@ class Windows:
         self.passed = slot if passed is None else passed
         self.event = self.next_event(self.passed)
         self.is_over, self._held = self.event == self.passed, 0
-        self.drop_back()
+        self._drop_back()
         self._set_due()
 
     def _set_due(self) -> None:

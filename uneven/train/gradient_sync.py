@@ -25,13 +25,13 @@ from uneven.train.dropped import BadStep, count_skipped
 from uneven.train.dummy_batches import DummyBatches
 from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
-from uneven.train.events import request
 from uneven.train.exact_policy import advise, make_exact_policy
 from uneven.train.same_replicas import check_replicas, take_first
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
+from uneven.train.wishes import request_event
 
 
 class GradientSync:
@@ -153,7 +153,7 @@ class GradientSync:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
             self.wished = self.wish()
         if self.wished:
-            request(engine.events, engine.trained, self.wished, engine.trained - 1)
+            request_event(engine.events, engine.trained, self.wished, engine.trained - 1)
         is_stopped |= self.reach_event(engine.trained - 1)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)

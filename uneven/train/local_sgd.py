@@ -27,20 +27,14 @@ from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.elastic.local_state import LocalState
 from uneven.train.engine import Engine
 from uneven.train.epoch_ends import EpochEnds
-from uneven.train.events import (
-    describe_guard,
-    follow_wish,
-    make_slot_schedule,
-    note_shares,
-    pass_epoch,
-    stopped_ledger,
-)
+from uneven.train.local_policy import describe_guard, leave_out_rest, make_slot_schedule, note_shares, stopped_ledger
 from uneven.train.lr_scale import LocalScale
 from uneven.train.round_costs import RoundCosts
 from uneven.train.round_tally import RoundTally
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
+from uneven.train.wishes import follow_wish
 
 
 class LocalSGD:
@@ -363,8 +357,8 @@ class LocalSGD:
         self.stream_end.learn(rows, self.epoch)
         passed = self.windows.passed
         if is_skipped:
-            due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self.epochs.samples, rows)
-        self.wished = follow_wish(self.engine, self.windows, rows)
+            due, rows = leave_out_rest(self.engine, self.slot_schedule, self.epoch, self.epochs.samples, rows)
+        self.wished = follow_wish(self.engine.events, self.windows, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()

@@ -4,7 +4,6 @@ from uneven.policy.recorded import RecordedWindows
 from uneven.policy.scale import CHANGE
 from uneven.policy.windows import Windows
 from uneven.train.engine import Engine
-from uneven.train.events import describe_lr_scale
 
 NO_RATE = (
     "  the optimizer has no learning rate to scale (lr=None); averaging params over devices damps each one's steps"
@@ -36,3 +35,10 @@ class LocalScale:
         self._engine.recorder.event("lr_scale", scale=wanted)
         lr, rule = self._engine.schedule.plain[0], self._engine.config.lr_scale or "auto"
         return [] if wanted == 1.0 else [describe_lr_scale(lr, wanted, rule)]
+
+
+def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
+    return (
+        f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
+        "over devices makes steps smaller; lr_scale=1.0 turns this off"
+    )

@@ -6,10 +6,14 @@ they met: whoever is rank 0 after a loss goes on with the interval.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from uneven.config import Every
-from uneven.train.synchronizer import Wish
+from uneven.policy.events import Events
+from uneven.policy.recorded import RecordedWindows
+from uneven.policy.slot_schedule import first_free_slot
+from uneven.policy.windows import RoundReport, Windows
+from uneven.train.synchronizer import Wish, wished
 
 
 class Wishes:
@@ -51,6 +55,34 @@ class Wishes:
 
     def evaluated(self, now_ns: int) -> None:
         self._evaluated_ns = now_ns
+
+
+def request_event(events: Events, slot: int, wish: Wish, passed: int) -> bool:
+    """Make this slot an event, unless another one that is still to come was requested; returns whether it is one now.
+
+    On all ranks alike, before any of them has passed it. `passed`: the last event.
+    """
+    saves = bool(wish & Wish.SAVE) and not any(known > passed for known in events.extra_saves)
+    evaluates = bool(wish & Wish.EVALUATE) and not any(known > passed for known in events.extra_evaluations)
+    if saves:
+        events.request_save(slot)
+    if evaluates:
+        events.request_evaluation(slot)
+    return saves or evaluates
+
+
+def follow_wish(events: Events, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> Wish:
+    """Where a rank wants to save or evaluate, make the first slot at which all ranks can still meet an event.
+
+    Returns what any rank wants. Call it on all ranks before `windows` notes the round. A wish is repeated until that
+    slot is reached.
+    """
+    wish = wished(row.wish for row in rows)
+    if wish and isinstance(windows, Windows):
+        slot = first_free_slot(rows, windows.event)
+        if request_event(events, slot, wish, windows.passed):
+            windows.learn_event(slot)
+    return wish
 
 
 def _interval_ns(every: Every | None) -> int | None:

@@ -1,24 +1,25 @@
-"""What LocalSGD starts from: window settings and slot schedule, with the events on the axis; and what it prints."""
+"""The local policy of a run: windows and slot schedule, by measured speeds or as a log has them; and advice by costs.
 
+LocalSGD calls it, as GradientSync calls exact_policy.py.
+"""
+
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from uneven.comm.gather import gather_json
-from uneven.comm.group import Group
 from uneven.config import RunConfig
-from uneven.policy.events import Events
+from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
-from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
+from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine
-from uneven.train.recorded_schedule import make_recorded_schedule
-from uneven.train.synchronizer import Wish, wished
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
@@ -43,7 +44,7 @@ def make_slot_schedule(
     next_event = engine.events.next_event
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
-        return make_recorded_schedule(engine)
+        return _make_recorded_schedule(engine)
     is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
@@ -57,6 +58,32 @@ def make_slot_schedule(
     return windows, schedule
 
 
+def _make_recorded_schedule(engine: Engine) -> tuple[RecordedWindows, RecordedSchedule]:
+    """What this rank trains in a replay, and when it enters and merges rounds; in every generation anew."""
+    config, axis, info = engine.config, engine.axis, engine.rank_info
+    assert config.replay is not None, "of a replay only"
+    next_event = engine.events.next_event
+    if (recorded := info.recorded) is None:
+        log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
+        speeds = [float(len(parts)) for parts in log.parts]
+        windows = RecordedWindows(log.rounds[info.rank], info.world_size, next_event, speeds)
+        windows.stop_rounds = log.stop_rounds
+        return windows, RecordedSchedule(windows, deque(slot for slot, _, _ in log.parts[info.rank]), axis.total)
+    generation = recorded.generations[info.generation]
+    spans = [recorded.span(name, generation.number) for name in generation.members]
+    speeds = [float(stop - first) for first, stop in spans]
+    windows = RecordedWindows(recorded.rounds_of(info.member, generation.number), info.world_size, next_event, speeds)
+    first, stop = recorded.span(info.member, generation.number)
+    return windows, RecordedSchedule(
+        windows,
+        deque(slot for slot, _, _ in recorded.logs[info.member][first:stop]),
+        axis.total,
+        parts=first,
+        is_last=generation.end is None,
+        open_slot=recorded.open_slot(generation.number, axis.total),
+    )
+
+
 def describe_guard(fields: Mapping[str, Any], before: float) -> str:
     """The line about the guard's decision on the anchor."""
     verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
@@ -66,69 +93,34 @@ def describe_guard(fields: Mapping[str, Any], before: float) -> str:
     )
 
 
-def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
-    return (
-        f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
-        "over devices makes steps smaller; lr_scale=1.0 turns this off"
-    )
-
-
 def note_shares(engine: Engine, counts: Sequence[int], costs: Sequence[Cost], *, is_start: bool) -> list[str]:
     """Put every rank's share on the timeline; at the start of a run returns lines of advice, by a collective."""
     is_measured = engine.can_warm_up and not engine.config.has_fixed_shares
     slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
     alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms] if is_measured else []
     engine.recorder.event("shares", slot=0 if is_start else engine.trained, shares=list(counts), alone=alone)
-    return local_advice(engine, engine.rank_info.group, costs) if is_measured and is_start else []
+    return _advise(engine, costs) if is_measured and is_start else []
 
 
-def local_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[str]:
-    """Lines where fewer devices would be faster; a collective."""
-    round_ms, limits = measure_sum_ms(group, engine.model), local_sgd_config(engine.config)
+def _advise(engine: Engine, costs: Sequence[Cost]) -> list[str]:
+    """A line where fewer devices would be faster; a collective."""
+    round_ms, limits = measure_sum_ms(engine.rank_info.group, engine.model), local_sgd_config(engine.config)
     found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
     return advice(found, [str(device) for device in engine.rank_info.devices])
 
 
-def pass_epoch(
-    engine: Engine,
-    windows: Windows | RecordedWindows,
-    schedule: SlotSchedule | RecordedSchedule,
-    epoch: int,
-    trained: int,
-    rows: Sequence[RoundReport],
+def leave_out_rest(
+    engine: Engine, schedule: SlotSchedule | RecordedSchedule, epoch: int, trained: int, rows: Sequence[RoundReport]
 ) -> tuple[int, list[RoundReport]]:
-    """All ranks stand still and pass the epoch's end, with `trained` samples of it; returns the end and the reports."""
-    assert isinstance(windows, Windows), "a replay leaves nothing out"
-    assert isinstance(schedule, SlotSchedule), "as above"
-    end = windows.due = windows.event = engine.axis.epoch_end(epoch)
+    """In a round in which all ranks ask for it: end the epoch, of which they have trained so many samples.
+
+    Returns the slot of its end and the reports, as if all ranks had come to it.
+    """
+    assert isinstance(schedule, SlotSchedule), "a replay leaves nothing out"
+    end = engine.axis.epoch_end(epoch)
     schedule.drop_before(end)
     engine.skip_epoch(epoch, trained)
     return end, [row._replace(next_slot=max(row.next_slot, float(end)), returned=0.0, kept=0.0) for row in rows]
-
-
-def follow_wish(engine: Engine, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> Wish:
-    """Where a rank wants to save or evaluate, make the first slot at which all ranks can still meet an event.
-
-    Returns what any rank wants. Call it on all ranks before `windows` notes the round. A wish is repeated until that
-    slot is reached.
-    """
-    wish = wished(row.wish for row in rows)
-    if wish and isinstance(windows, Windows):
-        slot = first_free_slot(rows, windows.event)
-        if request(engine.events, slot, wish, windows.passed):
-            windows.learn_event(slot)
-    return wish
-
-
-def request(events: Events, slot: int, wish: Wish, passed: int) -> bool:
-    """Save or evaluate at this slot, unless another one that is still to come was requested; whether it is new."""
-    saves = bool(wish & Wish.SAVE) and not any(known > passed for known in events.extra_saves)
-    evaluates = bool(wish & Wish.EVALUATE) and not any(known > passed for known in events.extra_evaluations)
-    if saves:
-        events.request_save(slot)
-    if evaluates:
-        events.request_evaluation(slot)
-    return saves or evaluates
 
 
 def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
