@@ -15,7 +15,7 @@ from uneven.comm.gloo_address import count_devices, make_options
 from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
-from uneven.comm.store import Store, under
+from uneven.comm.store import ClaimCounter, Store, under
 from uneven.comm.work import GlooWork, Traffic
 from uneven.errors import GroupLostError
 
@@ -76,7 +76,7 @@ class GlooGroup:
         return twin
 
     def claim(self, count: int) -> int:
-        return self._formed.claim(count)
+        return self._formed.counter.claim(count)
 
     def abort(self, why: str) -> None:
         self._formed.abort(why)
@@ -104,7 +104,7 @@ class _Formed:
         self.lost = Lost()
         self.groups: list[GlooGroup] = []
         self._store, self._forming = store, forming.unless(self.lost)
-        self._counter: Store | None = None
+        self.counter = ClaimCounter(store)
         self._twins = 0
         self._connections = Connections(rank, size)
 
@@ -112,12 +112,6 @@ class _Formed:
         """The keys of one more group; on all ranks in the same order."""
         self._twins += 1
         return under(f"twin/{self._twins}", self._store)
-
-    def claim(self, count: int) -> int:
-        # A client that waits blocks its other users, and a claim may come from another thread than the collectives.
-        if self._counter is None:
-            self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        return int(self._counter.add("claims", count)) - count
 
     def connect(self, store: Store) -> Any:
         """Gloo's constructor waits for peers: in a thread, which ends by Gloo's own limit where it is left alone."""

@@ -17,7 +17,7 @@ from uneven.comm.gloo_address import count_devices, gloo_backend
 from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
-from uneven.comm.store import Store, under
+from uneven.comm.store import ClaimCounter, Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import InputError
 
@@ -99,7 +99,7 @@ class TorchGroup:
         self._lost = Lost()
         self._family = [self]  # with those made from it
         self._store = store
-        self._counter: Store | None = None  # the store by a connection of its own, for claims
+        self._counter = ClaimCounter(store)
         self._nccl = nccl
         self.backend = "gloo" if nccl is None else "nccl"
         gloo = gloo_backend()
@@ -139,10 +139,7 @@ class TorchGroup:
         return twin
 
     def claim(self, count: int) -> int:
-        # A client that waits blocks its other users, and a claim may come from another thread than the collectives.
-        if self._counter is None:
-            self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        return int(self._counter.add("claims", count)) - count
+        return self._counter.claim(count)
 
     def abort(self, why: str) -> None:
         self._lost.abort(why)

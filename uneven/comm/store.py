@@ -44,6 +44,24 @@ def under(prefix: str, store: Store) -> Store:
     return PrefixStore(prefix, store) if prefix else store
 
 
+class ClaimCounter:
+    """Numbers from 0 on that ranks claim, each number once. Connects at the first claim.
+
+    By a connection of its own: a client that waits blocks its other users, and claims may be made by another thread
+    than the one that runs collectives.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._own: Store | None = None
+
+    def claim(self, count: int) -> int:
+        """Claim the next `count` numbers; returns the first."""
+        if self._own is None:
+            self._own = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return int(self._own.add("claims", count)) - count
+
+
 def get_text(store: Store, key: str) -> str | None:
     """A key's text, or None while it is not set; does not wait."""
     return store.get(key).decode() if store.check([key]) else None
