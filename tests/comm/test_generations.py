@@ -186,7 +186,7 @@ def test_forming_is_given_up_where_a_newer_generation_is_wanted_or_a_peer_does_n
     for rank in range(3):
         with pytest.raises(GroupLostError, match="a newer generation was announced"):
             alone(1 + rank, rank, Stale(3))
-    monkeypatch.setattr(form, "LIMIT", form.LIMIT / 1000)
+    monkeypatch.setattr(form, "REFORM_TIMEOUT", form.REFORM_TIMEOUT / 1000)
     with pytest.raises(GroupLostError, match=r"a peer did not come within 0.02 s"):
         alone(4, 0, Stale(10**9))
 
@@ -194,7 +194,7 @@ def test_forming_is_given_up_where_a_newer_generation_is_wanted_or_a_peer_does_n
 def test_forming_is_given_up_while_gloo_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer is there, and is lost before it connects. Gloo's own wait, in a thread, ends by the limit."""
     store, _ = open_store()
-    monkeypatch.setattr(form, "LIMIT", form.LIMIT / 20)
+    monkeypatch.setattr(form, "REFORM_TIMEOUT", form.REFORM_TIMEOUT / 20)
     keys = under("g/1", store)
     keys.set("here/1", "[]")
     with pytest.raises(GroupLostError, match="a newer generation was announced"):

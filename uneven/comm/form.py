@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from uneven.comm.forming import LIMIT, Forming
 from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.hierarchy import join_machines
 from uneven.comm.shared_memory import share
-from uneven.comm.store import Store
+from uneven.comm.store import REFORM_TIMEOUT, Forming, Store
 from uneven.errors import RankError
 
 
@@ -45,7 +44,7 @@ def form_group(
     if size == 1:
         return SoloGroup(generation)
     if generation:
-        forming = Forming(LIMIT, is_stale)
+        forming = Forming(REFORM_TIMEOUT, is_stale)
         return _form_again(store, rank, size, device, backend, machines, verify, generation, forming)
     if backend == "nccl":
         if is_crowded:

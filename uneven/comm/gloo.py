@@ -10,12 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.forming import TIMEOUT, Forming
 from uneven.comm.gloo_address import count_devices, make_options
 from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
-from uneven.comm.store import ClaimCounter, Store, under
+from uneven.comm.store import GROUP_TIMEOUT, ClaimCounter, Forming, Store, under
 from uneven.comm.work import GlooWork, Traffic
 from uneven.errors import GroupLostError
 
@@ -139,7 +138,7 @@ class _Formed:
             raise failed[0]  # the store is gone, not a peer
         if failed:
             raise GroupLostError(f"a peer was lost while the group was formed: {failed[0]}") from failed[0]
-        made[0]._set_default_timeout(TIMEOUT)
+        made[0]._set_default_timeout(GROUP_TIMEOUT)
         return made.pop()
 
     def abort(self, why: str) -> None:

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.forming import TIMEOUT, Forming
 from uneven.comm.gloo_address import count_devices, gloo_backend
 from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
-from uneven.comm.store import ClaimCounter, Store, under
+from uneven.comm.store import GROUP_TIMEOUT, ClaimCounter, Forming, Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import InputError
 
@@ -108,7 +107,7 @@ class TorchGroup:
             torch.cuda.set_device(nccl)
         self._connections = Connections(rank, size)
         self._process_group: Any = None
-        options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": TIMEOUT}
+        options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": GROUP_TIMEOUT}
         self._form(lambda: dist.init_process_group(self._backend, **options))
         self._process_group = dist.group.WORLD
         self._connect()
@@ -133,7 +132,7 @@ class TorchGroup:
         twin = copy.copy(self)
         twin.traffic = Traffic()
         # The timeout is not inherited from the default group.
-        twin._process_group = self._form(lambda: dist.new_group(backend=self._backend, timeout=TIMEOUT))
+        twin._process_group = self._form(lambda: dist.new_group(backend=self._backend, timeout=GROUP_TIMEOUT))
         twin._connect()
         self._family.append(twin)
         return twin

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from uneven.comm.exchange import Sizes, on_stream
-from uneven.comm.forming import Forming
 from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group
 from uneven.comm.lost import SLICE_S, Lost
 from uneven.comm.shared_memory import share
-from uneven.comm.store import Store, under
+from uneven.comm.store import Forming, Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import GroupLostError
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.forming import TIMEOUT
 from uneven.comm.gloo_address import BACKEND
 from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.lost import Lost
+from uneven.comm.store import GROUP_TIMEOUT
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import InputError
 
@@ -65,7 +65,7 @@ class JoinedGroup(TorchGroup):
         ranks = dist.get_process_group_ranks(self._process_group)
         backend = dist.get_backend_config(self._process_group)
         # Local synchronization: ranks of the world that are not in this group do not call this.
-        twin = JoinedGroup(dist.new_group(ranks, TIMEOUT, backend, use_local_synchronization=True))
+        twin = JoinedGroup(dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True))
         twin._lost = self._lost
         twin._connect()
         return twin

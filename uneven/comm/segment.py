@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from uneven.comm import semaphores
-from uneven.comm.forming import Forming
-from uneven.comm.store import Store
+from uneven.comm.store import Forming, Store
 
 TOKEN_BYTES = 16  # at the start of the mapping: the memory is the one that rank 0 has made
 

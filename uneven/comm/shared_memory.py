@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Sizes
-from uneven.comm.forming import TIMEOUT, Forming
 from uneven.comm.group import Group
 from uneven.comm.lost import Lost
 from uneven.comm.segment import share_segment
 from uneven.comm.shared_ring import Layout, create_semaphores
-from uneven.comm.store import Store, under
+from uneven.comm.store import GROUP_TIMEOUT, Forming, Store, under
 from uneven.comm.work import Traffic, Work
 
 
@@ -135,7 +134,7 @@ def share(
     device: torch.device,
     verify: bool = False,
     sizes: Sizes | None = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta = GROUP_TIMEOUT,
     ranks: Sequence[int] = (),
     meanwhile: Callable[[], None] = lambda: None,
     forming: Forming | None = None,

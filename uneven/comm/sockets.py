@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from uneven.comm.forming import Forming
-from uneven.comm.store import Store
+from uneven.comm.store import Forming, Store
 
 _LISTENS = "0A"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))

@@ -1,18 +1,31 @@
-"""The rendezvous store. It runs in the launcher, not in a rank, so that it outlives a rank that dies.
+"""The rendezvous store, and how ranks wait in it while they form a group.
 
-Each rank and thread has a client of its own: a client that waits blocks its other users. The store has no
-authentication, so it listens on one address alone: given only a host name TCPStore listens on every interface,
-127.0.0.1 or not (seen in /proc/net/tcp6 with torch 2.13), so it gets a socket that is already bound.
+The store runs in the launcher, not in a rank, so that it outlives a rank that dies. Each rank and thread has a client
+of its own: a client that waits blocks its other users. The store has no authentication, so it listens on one address
+alone: given only a host name TCPStore listens on every interface, 127.0.0.1 or not (seen in /proc/net/tcp6 with torch
+2.13), so it gets a socket that is already bound.
 """
 
 import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
+from uneven.comm.lost import Lost
+from uneven.errors import GroupLostError
+
 CONNECT_TIMEOUT = timedelta(seconds=60)
+# The last resort. A run's first group may wait so long: a rank may still load data or compile, and the launcher ends
+# the run if one dies. A collective, too: a dead peer raises at once, and the launcher finds a rank that hangs.
+GROUP_TIMEOUT = timedelta(minutes=30)
+# Of a later generation's group: its ranks are there and wait for nothing else, which launch/membership.py sees to.
+REFORM_TIMEOUT = timedelta(seconds=20)
+PAUSE_S = 0.02
 
 
 def open_store(listener: socket.socket | None = None) -> tuple[TCPStore, int]:
@@ -65,3 +78,37 @@ class ClaimCounter:
 def get_text(store: Store, key: str) -> str | None:
     """A key's text, or None while it is not set; does not wait."""
     return store.get(key).decode() if store.check([key]) else None
+
+
+@dataclass(frozen=True)
+class Forming:
+    """How a rank waits for the others of a group that forms: at most `limit`, and only while the group is wanted.
+
+    `is_stale`: whether a newer group is wanted by now; asked by the thread that waits, some 50 times a second.
+    """
+
+    limit: timedelta = GROUP_TIMEOUT
+    is_stale: Callable[[], bool] = bool  # never
+
+    def unless(self, lost: Lost) -> "Forming":
+        """The same for one more group of those that `lost` is about."""
+        return Forming(self.limit, lambda: lost.error is not None or self.is_stale())
+
+    def wait(self, store: Store, keys: Sequence[str]) -> None:
+        """Until all keys are set. GroupLostError where that takes too long, or another group is wanted."""
+        self.poll(lambda: bool(store.check(list(keys))))
+
+    def poll(self, is_done: Callable[[], bool]) -> None:
+        """Until `is_done()`. GroupLostError as in `wait`."""
+        end = time.monotonic() + self.limit.total_seconds()
+        pause = 0.001
+        while not is_done():
+            # A wait of the store's own in slices would write a warning about each.
+            if self.is_stale():
+                raise GroupLostError("the group was given up while it was formed: a newer generation was announced")
+            if time.monotonic() > end:
+                raise GroupLostError(
+                    f"a peer did not come within {self.limit.total_seconds():g} s: the group was not formed"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_S)
