@@ -14,6 +14,8 @@ SLICE_S = 0.05  # of a wait: the longest until an abort, or a signal, is seen
 FREE_S = 1.0  # for which `free` waits itself: far longer than it takes where no collective is under way ...
 LOST_FREE_S = 0.5  # ... or where one is whose connections are cut
 
+# What `describe_wrong` says.
+_WRONG_BITS = re.compile(r"verify: chunk \d+ of rank (\d+) arrived with another checksum")
 # What Gloo and sockets say of a peer that is gone. Other errors (a CUDA device, a wrong argument) are no lost group.
 _PEER = re.compile(r"gloo/transport|connection|\bpeer\b|socket|timed out|broken pipe|unreachable", re.IGNORECASE)
 
@@ -52,6 +54,20 @@ def as_lost(error: RuntimeError) -> RuntimeError:
     if type(error).__module__.startswith("uneven.") or not _PEER.search(str(error)):
         return error
     return GroupLostError(str(error))
+
+
+def describe_wrong(number: int, writer: int) -> str:
+    """Why a group is given up where a message arrived with other bits than it was sent with."""
+    return f"verify: chunk {number} of rank {writer} arrived with another checksum than it was sent"
+
+
+def sender_of(cause: str) -> int | None:
+    """The rank that sent such a message, from the words in which a rank tells the launcher; None of other causes.
+
+    launch/watch/watch.py leaves a rank out that sends wrong bits twice in a row.
+    """
+    found = _WRONG_BITS.search(cause)
+    return None if found is None else int(found.group(1))
 
 
 def free(held: list[Any], is_lost: bool) -> None:

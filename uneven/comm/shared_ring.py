@@ -16,10 +16,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from uneven.comm.lost import describe_wrong
 from uneven.comm.segment import Segment
 from uneven.comm.semaphores import BYTES as SEMAPHORE_BYTES
 from uneven.comm.semaphores import Semaphore
-from uneven.comm.wrong_message import describe_wrong
 from uneven.errors import GroupLostError, RankError
 
 PAGE = 4096

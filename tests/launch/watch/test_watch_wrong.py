@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.watch.test_watch_losses import MEMBERS, Cluster
-from uneven.comm.wrong_message import describe_wrong, sender_of
+from uneven.comm.lost import describe_wrong, sender_of
 from uneven.errors import RankError
 
 

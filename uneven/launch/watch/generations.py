@@ -9,7 +9,7 @@ joins is the last rank.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from uneven.comm.wrong_message import sender_of
+from uneven.comm.lost import sender_of
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
 from uneven.launch.local_ranks import Newcomer

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from uneven.comm.lost import sender_of
 from uneven.comm.store import Store, get_text
-from uneven.comm.wrong_message import sender_of
 from uneven.errors import NOTHING_TRAINED, RankError, StoppedError
 from uneven.hardware.roster import Roster
 from uneven.launch.control.leave_requests import LeaveRequest
