@@ -28,7 +28,7 @@ from uneven.train.engine import Engine
 from uneven.train.exact_policy import advise, make_exact_policy
 from uneven.train.same_replicas import check_replicas, take_first
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.step_stats import StepStats, is_leaving, record_wait
+from uneven.train.step_stats import StepStats, StepTimer, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 from uneven.train.wishes import request_event
@@ -59,9 +59,7 @@ class GradientSync:
         self.lr_scale = 1.0
         self.weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
-        self._free_ns = 0  # when this rank's last collective ended
-        self._waited_s = 0.0  # that this rank had waited in collectives until then
-        self._user_ns = 0  # code of the user's own since then
+        self._timer = StepTimer(engine.rank_info)
         self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
         self._before: tuple[Key, float] | None = None  # the last step, where it was one graph: its own work, in ms
         self.guard: StepGuard | None = None  # where the run can go on without a rank
@@ -126,11 +124,10 @@ class GradientSync:
         return self.engine.ledger.advanced_to(self.engine.trained)
 
     def reset_timer(self) -> None:
-        self._free_ns, self._waited_s = self.engine.recorder.enter("data"), self.group.traffic.wait_s
+        self._timer.start(self.engine.recorder.enter("data"))
 
     def note_user_time(self, ns: int) -> None:
-        self._user_ns += ns
-        self._free_ns += ns
+        self._timer.note_user_time(ns)
 
     def parts(self) -> Iterator[Part]:
         engine, rank_info = self.engine, self.engine.rank_info
@@ -148,7 +145,7 @@ class GradientSync:
         engine, is_stopped = self.engine, self.step(part, micros)
         if self._is_skipping:
             return self._end_event(self.epoch)
-        self._free_ns += self.after_step(engine.trained)
+        self._timer.leave_out(self.after_step(engine.trained))
         if engine.rank_info.world_size == 1:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
             self.wished = self.wish()
@@ -196,7 +193,7 @@ class GradientSync:
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.settle()
             self._capture_ahead()
-        self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
+        self._timer.start(engine.recorder.enter("other"))
         return is_stopped
 
     def step(self, part: Part, micros: Micros) -> bool:
@@ -292,32 +289,20 @@ class GradientSync:
 
         Returns whether any rank was asked to stop, and whether the step was finite.
         """
-        engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
+        engine, slot, recorder = self.engine, part.slot, self.engine.recorder
         if engine.captured is not None and (whole := engine.captured.whole) is not None:
             key = tuple(self.policy.shares(slot.index, slot.samples)), slot.samples
             if whole.has(key):
                 return self._whole_step(whole, key, slot, micros)
             self._before = None
-        busy_ms = 0.0
-        sent_ns = 0
-
-        def own_stats() -> StepStats:
-            # Called just before the last bucket is sent: this rank's own work since its last collective ended.
-            nonlocal busy_ms, sent_ns
-            # Before the wait for the device, which computes meanwhile.
-            own, is_first = self._own_stats(), float(engine.was_first_of_its_size(part))
-            engine.run_ahead.catch_up()
-            began_ns = self._began_ns
-            engine.simulate_slowdown(began_ns)
-            sent_ns = recorder.enter("wait")
-            busy_ms = (sent_ns - began_ns) / 1e6
-            return own._replace(busy_ms=busy_ms, is_unrepresentative=is_first)
-
-        rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
-        self._free_ns, self._waited_s = recorder.clock(), traffic.wait_s
+        rows, checks = engine.eager.sum_gradients(
+            micros, slot.samples, lambda: self._stats_of_step(part), engine.captured
+        )
+        summed_ns = recorder.clock()
+        self._timer.start(summed_ns)
         stats = [StepStats(*row) for row in rows]
         own = stats[engine.rank_info.rank]
-        record_wait(recorder, own, stats, sent_ns, self._free_ns)
+        record_wait(recorder, own, stats, self._timer.stopped_ns, summed_ns)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
         fault = None
@@ -327,7 +312,7 @@ class GradientSync:
         else:  # before anything else: a device is idle until then
             fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
         if own.is_unrepresentative:
-            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
+            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=self._timer.busy_ms)
         self._read(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
 
@@ -337,7 +322,7 @@ class GradientSync:
         A rank's row is written before the launch, so its time is that of the step before; it counts only if that one
         was like this one. How long this rank waited for the others is estimated by it.
         """
-        recorder, began_ns, own = self.engine.recorder, self._began_ns, self._own_stats()
+        recorder, began_ns, own = self.engine.recorder, self._timer.began_ns, self._own_stats()
         if self._before is not None and self._before[0] == key:
             own = own._replace(busy_ms=self._before[1], is_unrepresentative=0.0)
         launched_ns = recorder.clock()
@@ -347,21 +332,26 @@ class GradientSync:
         stats = [StepStats(*row) for row in rows]
         sent_ns = recorder.enter("wait", launched_ns + int(own_ms * 1e6))
         record_wait(recorder, own, stats, sent_ns, sent_ns + int(sum_ms * 1e6))
-        self._free_ns, self._waited_s = recorder.clock(), self.group.traffic.wait_s
+        self._timer.start(recorder.clock())
         self._read(slot, stats)
         return any(rank.status == RankStatus.STOP_REQUESTED for rank in stats), lambda: fault
 
-    @property
-    def _began_ns(self) -> int:
-        """When this rank's own work began: at the end of its last collective."""
-        return self._free_ns + int((self.group.traffic.wait_s - self._waited_s) * 1e9)
+    def _stats_of_step(self, part: Part) -> StepStats:
+        """What this rank says with the sum of a step; called just before the last bucket is sent."""
+        engine = self.engine
+        # Before the wait for the device, which computes meanwhile.
+        own, is_first = self._own_stats(), float(engine.was_first_of_its_size(part))
+        engine.run_ahead.catch_up()
+        engine.simulate_slowdown(self._timer.began_ns)
+        self._timer.stop(engine.recorder.enter("wait"))
+        return own._replace(busy_ms=self._timer.busy_ms, is_unrepresentative=is_first)
 
     def _own_stats(self) -> StepStats:
-        """What this rank says with a sum, but for its times."""
+        """What this rank says with a sum, but for its own work."""
         self._follow_speeds()
         status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
-        user_ms, self._user_ns = self._user_ns / 1e6, 0
-        return StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
+        fingerprint, user_ms = float(self.policy.fingerprint()), self._timer.take_user_ms()
+        return StepStats(0.0, 1.0, float(status), fingerprint, user_ms, float(self.wish()))
 
     def _read(self, slot: Slot, stats: Sequence[StepStats]) -> None:
         """What all ranks said with the sum; raises where one differs from the others."""

@@ -1,4 +1,4 @@
-"""What each rank tells the others with every gradient sum, and where a rank's time in such a sum went.
+"""What each rank tells the others with every gradient sum: how long it worked, and where its time in the sum went.
 
 train/gradient_sync.py sends and reads it.
 """
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from uneven.timeline.record import Recorder
+from uneven.train.rank_info import RankInfo
 from uneven.train.status import RankStatus
 
 
@@ -39,3 +40,43 @@ def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], 
         recorder.enter("wait", min(summed_ns, sent_ns + int(user_ms * 1e6)))
     recorder.enter("communication", min(summed_ns, sent_ns + int(waited_ms * 1e6)))
     recorder.enter("compute", summed_ns)
+
+
+class StepTimer:
+    """Times a rank's own work in a step: without waiting for others, and without code of the user's own.
+
+    Life cycle: `start` when a collective has ended, or anything that is no training step; `stop` when the rank's
+    gradients are complete. Waits in between, as for the statistics of synchronised BatchNorm, are left out.
+    """
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
+        self._started_ns = 0
+        self._waited_s = 0.0  # that this rank had waited in collectives until then
+        self._user_ns = 0
+        self.stopped_ns = 0
+        self.busy_ms = 0.0  # between the last `start` and `stop`
+
+    def start(self, now_ns: int) -> None:
+        self._started_ns, self._waited_s = now_ns, self._rank_info.group.traffic.wait_s
+
+    def stop(self, now_ns: int) -> None:
+        self.stopped_ns, self.busy_ms = now_ns, (now_ns - self.began_ns) / 1e6
+
+    @property
+    def began_ns(self) -> int:
+        """The start, later by all that was left out since."""
+        return self._started_ns + int((self._rank_info.group.traffic.wait_s - self._waited_s) * 1e9)
+
+    def leave_out(self, ns: int) -> None:
+        self._started_ns += ns
+
+    def note_user_time(self, ns: int) -> None:
+        """Code of the user's own ran for so long."""
+        self._user_ns += ns
+        self.leave_out(ns)
+
+    def take_user_ms(self) -> float:
+        """The time of the user's own code since the last call."""
+        user_ms, self._user_ns = self._user_ns / 1e6, 0
+        return user_ms
