@@ -35,7 +35,7 @@ def test_every_size_has_a_captured_step_of_its_own(monkeypatch: pytest.MonkeyPat
 
         engine.graph = run  # type: ignore[assignment]
 
-    monkeypatch.setattr(Engine, "capture", capture)
+    monkeypatch.setattr("uneven.plan.ranks.capture", capture)
     task = Task(lambda: nn.Linear(4, 3), lambda params: torch.optim.SGD(params, 0.1), loss, DATA, None, None)
     worker: Any = SimpleNamespace(
         task=task,
@@ -43,7 +43,7 @@ def test_every_size_has_a_captured_step_of_its_own(monkeypatch: pytest.MonkeyPat
         recorder=Recorder(0),
         rank_info=RankInfo(0, parse_devices("cpu")),
     )
-    monkeypatch.setattr(Engine, "warm_up", lambda engine: engine.capture(Part(engine.axis.slot(0), 0, 8, 8)))
+    monkeypatch.setattr("uneven.plan.ranks.warm_up", lambda engine: capture(engine, Part(engine.axis.slot(0), 0, 8, 8)))
     own = _Own(worker)
     for samples in (8, 4, 8, 4):
         own._time(samples, 0.0)

@@ -30,8 +30,8 @@ from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
-from uneven.train.memory_cap import find_cap
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.warm_up import find_cap, measure, warm_up
 from uneven.train.worker import Worker
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     OnCpu.made, OnCpu.alive, UpdateOnCpu.made = [], [], 0
     monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
     monkeypatch.setattr("uneven.step.captured_update.Capture", UpdateOnCpu)
-    monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: True)
+    monkeypatch.setattr("uneven.train.warm_up.can_capture", lambda _: True)
     return OnCpu.made
 
 
@@ -299,7 +299,7 @@ def test_shares_move_at_the_same_slot_where_only_one_rank_captures(
 ) -> None:
     """A rank with captured steps tells its policy of a step when the next one is under way, an eager one at once."""
     first = iter([True])
-    monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: next(first, False))
+    monkeypatch.setattr("uneven.train.warm_up.can_capture", lambda _: next(first, False))
     note = Balanced.note
 
     slow: list[int] = []
@@ -375,8 +375,8 @@ def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
     engine = Engine(task, config, RankInfo(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
     find_cap(engine)
-    engine.warm_up()
-    cost = engine.measure()
+    warm_up(engine)
+    cost = measure(engine)
     assert cost.cap == 32, "the whole slot fits"
     assert cost.fixed_ms >= 0
     assert cost.sample_ms > 0
@@ -395,4 +395,4 @@ def test_a_train_step_that_reads_the_host_is_refused_before_the_group_forms() ->
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), reads, data)
     engine = Engine(task, config, RankInfo(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
     with pytest.raises(InputError, match="use compile='off'"):
-        engine.warm_up()
+        warm_up(engine)

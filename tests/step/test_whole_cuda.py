@@ -26,8 +26,8 @@ from uneven.step.captured import CapturedBackward
 from uneven.step.eager import EagerStep
 from uneven.step.finite import OwnCheck
 from uneven.step.meter import LossMeter
+from uneven.step.no_trace import no_trace
 from uneven.step.precision import Precision
-from uneven.step.warmup import no_trace
 from uneven.step.whole import WholeStep
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker

@@ -30,7 +30,6 @@ from uneven.results.state import TrainedState
 from uneven.timeline.record import Recorder
 from uneven.train import claims as claims_module
 from uneven.train.claims import SlotClaims
-from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -42,7 +41,7 @@ Claim = Callable[[int], int]
 @pytest.fixture(autouse=True)
 def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one speed, 20 ms from the store."""
-    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))
+    monkeypatch.setattr("uneven.train.worker.measure", lambda _: Cost(0.0, 1.0))
     monkeypatch.setattr(SlotClaims, "trip_ms", property(lambda _: 20.0))
     _before[:] = claim_threads()
 

@@ -24,7 +24,6 @@ from uneven.policy.axis import Axis
 from uneven.policy.finish import Cost
 from uneven.policy.scale import ramp
 from uneven.policy.slot_times import SlotTimes
-from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
@@ -256,7 +255,7 @@ def test_batchnorm_statistics_are_averaged_in_rounds(policy: str) -> None:
 
 def both_train(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, Any], torch.Tensor]:
     """A step that lets two ranks go on once both have a slot: who comes first must not take all of them."""
-    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))  # no step runs before the first slot
+    monkeypatch.setattr("uneven.train.worker.measure", lambda _: Cost(0.0, 1.0))  # no step runs before the first slot
     barrier, waited = threading.Barrier(2), threading.local()
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -314,7 +313,7 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(monkeypatch: 
     """
 
     # Ranks of one speed: on a busy machine one of them may look so slow that there are too few rounds.
-    monkeypatch.setattr(Engine, "measure", lambda engine: Cost(0.0, 1.0))
+    monkeypatch.setattr("uneven.train.worker.measure", lambda engine: Cost(0.0, 1.0))
     monkeypatch.setattr(SlotTimes, "update", lambda *_: 1.0)
 
     class Coordinates(nn.Module):

@@ -19,6 +19,7 @@ from uneven.policy.finish import Cost
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.warm_up import measure
 
 
 def shares_of(results: list[RankResult], slot: int) -> list[int]:
@@ -93,7 +94,7 @@ def test_every_rank_knows_the_micro_batches_of_the_others() -> None:
 
 
 def test_on_a_cpu_nothing_is_probed() -> None:
-    assert make_engine().measure().cap == float("inf")
+    assert measure(make_engine()).cap == float("inf")
 
 
 def test_a_cap_goes_along_when_a_cost_is_scaled() -> None:

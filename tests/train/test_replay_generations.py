@@ -21,7 +21,6 @@ from uneven.data.tensors import TensorData
 from uneven.launch.training import collect
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState
-from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -34,7 +33,7 @@ DATA = TensorData(X.double(), Y)
 @pytest.fixture(autouse=True)
 def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a rank may look so slow that there are too few rounds."""
-    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))
+    monkeypatch.setattr("uneven.train.worker.measure", lambda _: Cost(0.0, 1.0))
 
 
 def settings(policy: str, **changes: Any) -> RunConfig:

@@ -26,6 +26,7 @@ from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo
 from uneven.train.segment import LEAST_WINDOWS, GradientSyncSegments, LocalSGDSegments, Segment
+from uneven.train.warm_up import capture, warm_up
 from uneven.train.worker import Worker
 
 CHUNKS = 3  # each kind of stretch comes so often, in turn, unless steps are long: the machine's speed drifts
@@ -79,7 +80,7 @@ class _Own:
         alone = RankInfo(0, (worker.rank_info.device,))
         config = own_config(worker.config)
         self.engine = Engine(worker.task, config, alone, worker.recorder)
-        self.engine.warm_up()
+        warm_up(self.engine)
         self.cost = Cost(0.0, 1.0)
         self.slowest_ms = 0.0  # a step of the slowest rank; the same on all of them
         self.batch = min(config.batch_size * config.accumulate, self.engine.axis.samples)
@@ -160,7 +161,7 @@ class _Own:
         """A step of a size that is not captured runs eagerly: half the samples would seem to take as long as all."""
         engine = self.engine
         if samples not in self._graphs and engine.graph is not None:
-            engine.capture(next(self._parts(samples)))
+            capture(engine, next(self._parts(samples)))
         engine.graph = self._graphs.setdefault(samples, engine.graph)
 
     def _step(self, stream: Iterator[Any]) -> None:

@@ -18,9 +18,9 @@ from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured_model import CapturedModel
 from uneven.step.eager import EagerStep
 from uneven.step.finite import OwnCheck, Verdict
+from uneven.step.no_trace import no_trace
 from uneven.step.on_device import run_on_device
 from uneven.step.optimizer_capture import CapturedSettings, prepare_optimizer
-from uneven.step.warmup import no_trace
 
 WARMUP_STEPS = 3  # enough for cuDNN and the allocator to settle before the capture
 

@@ -25,9 +25,9 @@ from uneven.policy.axis import Part
 from uneven.policy.redundancy import copy_ring, held, shares_with_copies
 from uneven.step.caps import room_bytes
 from uneven.step.finite import OwnCheck
+from uneven.step.no_trace import no_trace
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
-from uneven.step.warmup import no_trace
 from uneven.train.elastic.settle_shards import load_whole_state
 from uneven.train.engine import Engine
 

@@ -13,7 +13,7 @@ from uneven.data.feed import Micros
 from uneven.errors import InputError
 from uneven.policy.axis import Part
 from uneven.step.captured import GRID, CapturedBackward
-from uneven.step.warmup import no_trace
+from uneven.step.no_trace import no_trace
 from uneven.step.whole import Key, WholeStep
 from uneven.train.engine import Engine
 

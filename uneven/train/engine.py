@@ -1,13 +1,10 @@
 """One rank's model, optimizer, data feed, training step and clock; it runs no collective.
 
-The worker makes one engine, the synchronizer drives it. Only the engine's own methods change its state. Whatever is
-compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
+The worker makes one engine, the synchronizer drives it. Only the engine's own methods change its state. What it runs
+before the group forms, to compile and to measure, is in train/warm_up.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
@@ -25,15 +22,12 @@ from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState, HasFullState
 from uneven.policy.axis import Part, Slot
 from uneven.policy.events import find_events
-from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.packed import pack_log, pack_rounds
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale
 from uneven.results.state import read_structure
-from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
-from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict
 from uneven.step.graph import GraphStep
@@ -41,7 +35,6 @@ from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
-from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
 from uneven.train.built import build_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
@@ -53,7 +46,7 @@ from uneven.train.scheduled import check_schedule, grown_scale, make_schedule, s
 
 
 class Engine:
-    """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, where possible.
+    """Life cycle: made on the thread that trains; its warm-up before the first slot where possible, then its steps.
 
     `is_own_loop`: the user's loop calls forward, so there is no step to run beforehand, batches are needed before the
     step, and a rank's part of a slot is always one batch.
@@ -88,7 +81,7 @@ class Engine:
             max_grad_value=config.max_grad_value,
             before_step=adapt_before_step(task.before_step),
         )
-        # With compile="graph" one of the two: the whole step, or forward and backward up to the gradient sum.
+        # With compile="graph" one of the two, see `use_captured`.
         self.graph: GraphStep | None = None
         self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
@@ -165,6 +158,13 @@ class Engine:
     def use_step(self, step: EagerStep) -> None:
         """Train with this step in place of our own."""
         self.eager = step
+
+    def use_captured(self, step: GraphStep | CapturedBackward) -> None:
+        """Train with CUDA graphs: of the whole step, or of forward and backward up to the gradient sum."""
+        if isinstance(step, GraphStep):
+            self.graph = step
+        else:
+            self.captured = step
 
     def connect_batchnorm(self, group: Group) -> None:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
@@ -321,79 +321,7 @@ class Engine:
         """Lower each rank's cap to what that rank found it can hold."""
         self.caps = tuple(min(pair) for pair in zip(self.caps, caps, strict=True))
 
-    def warm_up(self) -> None:
-        """Compile, capture and let CUDA choose its kernels before the training clock starts.
-
-        Runs both sizes of slot, the full one and an epoch's shorter last one. An eager CPU needs none of this.
-        """
-        if self.config.compile == "off" and self.device.type == "cpu":
-            return
-        self.recorder.enter("compile")
-        if self.config.compile == "default":
-            self.model.compile()
-        ends = (self.axis.slot(place).samples for place in (0, self.axis.slots_per_epoch - 1))
-        parts = {samples: self._warm_up_part(samples) for samples in ends}
-        phase = "compile" if self.config.compile == "default" else "warm-up"
-        with self.recorder.phase(phase), no_trace(self.eager, self.device):
-            for part, micros in self.feed.stream(parts.values()):
-                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
-        if self.config.compile == "graph" and can_capture(self.device):
-            with self.recorder.phase("capture"):
-                self.capture(parts[self.axis.slot(0).samples])
-        self.run_ahead.drain()
-        self.recorder.enter("setup")
-
-    def measure(self) -> Cost:
-        """This rank's own speed and memory cap, before the group forms; round 0 sets the first shares from them."""
-        self.recorder.enter("compile")
-        slot = self.axis.slot(0)
-
-        @lru_cache(maxsize=None if self.config.num_workers else 0)
-        def read(samples: int) -> tuple[Part, Micros]:
-            # Starting loader processes anew for every step would be counted as the step's cost.
-            return next(self.feed.stream([Part(slot, 0, samples, self.micro_batch_size(samples))]))
-
-        def run_step(samples: int) -> None:
-            began_ns = self.recorder.clock()
-            part, micros = read(samples)
-            self.local_step(part, self.open(micros), began_ns)
-            self.run_ahead.drain()
-
-        # Of captured steps the first of a size runs eagerly and the second records the graph.
-        untimed = 1 if self.captured is None else 2
-        captures = nullcontext() if self.captured is None else self.captured.rehearsal()
-        with self.recorder.phase("measure"), no_trace(self.eager, self.device), captures:
-            samples = max(self._expected(slot.samples), min(self.least, slot.samples))  # BatchNorm: alone as yet
-            cost = measure_cost(run_step, samples, self.least, untimed=untimed)
-        self.recorder.enter("setup")
-        return replace(cost, cap=self.caps[self.rank_info.rank])
-
     @property
     def least(self) -> int:
         """The smallest batch that can be trained."""
         return 2 if has_batchnorm(self.model) else 1
-
-    def capture(self, part: Part) -> None:
-        """Capture the whole step; or, where gradients are summed over ranks, forward and backward.
-
-        The latter is only a trial here: the graphs that train write into the reducer's buckets, which are allocated
-        when the group has formed.
-        """
-        if self.rank_info.world_size == 1 or self.config.is_local:
-            ((part, micros),) = self.feed.stream([part])
-            self.graph = GraphStep(self.eager, self.feed.open, self.device)
-            self.graph.capture(micros, part.samples)
-            return
-        self.captured = CapturedBackward(self.eager, self.feed.open)
-        with no_trace(self.eager, self.device), self.captured.rehearsal():
-            for _, micros in self.feed.stream([part, part]):  # the first runs eagerly
-                self.captured.rehearse(micros, part.samples)
-
-    def _expected(self, slot_samples: int) -> int:
-        """The samples of a slot that this rank trains before any speed is known: an equal share."""
-        return slot_samples if self.config.is_local else -(-slot_samples // self.rank_info.world_size)
-
-    def _warm_up_part(self, samples: int) -> Part:
-        """A part of the first slot, as large as this rank's part of a slot of so many samples."""
-        each = self._expected(samples)
-        return Part(self.axis.slot(0), 0, each, self.micro_batch_size(each))

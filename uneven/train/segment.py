@@ -35,6 +35,7 @@ from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.step_stats import StepStats
+from uneven.train.warm_up import warm_up
 from uneven.train.worker import Worker
 
 LEAST_STEPS = 3
@@ -344,7 +345,7 @@ class TorchDdpStep(EagerStep):
 def _make_solo_engine(worker: Worker) -> Engine:
     """This rank's device with a model of its own, as in a run on this device alone, captured step included."""
     engine = Engine(worker.task, worker.config, RankInfo(0, (worker.rank_info.device,)), worker.recorder)
-    engine.warm_up()
+    warm_up(engine)
     return engine
 
 

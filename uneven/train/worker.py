@@ -39,7 +39,6 @@ from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.memory_cap import find_cap
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
@@ -48,6 +47,7 @@ from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
 from uneven.train.synchronizer import Synchronizer, Wish
+from uneven.train.warm_up import find_cap, measure, warm_up
 from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
@@ -227,9 +227,9 @@ class Worker:
         if not self.engine.can_warm_up:
             return self.initialize(UNMEASURED)
         find_cap(self.engine)
-        self.engine.warm_up()
+        warm_up(self.engine)
         is_measured = self.rank_info.world_size > 1 and not self.config.has_fixed_shares
-        return self.initialize(self.engine.measure() if is_measured else UNMEASURED)
+        return self.initialize(measure(self.engine) if is_measured else UNMEASURED)
 
     def initialize(self, cost: Cost) -> Synchronizer:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""

@@ -24,7 +24,6 @@ from uneven.data.tensors import TensorData
 from uneven.launch.training import collect
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState
-from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -115,7 +114,7 @@ def train(
 @pytest.fixture(autouse=True)
 def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a rank may look so slow that there are too few rounds."""
-    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))
+    monkeypatch.setattr("uneven.train.worker.measure", lambda _: Cost(0.0, 1.0))
 
 
 def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:

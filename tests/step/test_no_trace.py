@@ -6,8 +6,8 @@ from torch import nn
 from tests.step.test_eager import CPU, batches, mean_loss
 from uneven.step.eager import EagerStep
 from uneven.step.meter import LossMeter
+from uneven.step.no_trace import no_trace
 from uneven.step.precision import Precision
-from uneven.step.warmup import no_trace
 
 
 def test_warm_up_leaves_no_trace() -> None:

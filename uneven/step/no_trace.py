@@ -1,4 +1,4 @@
-"""Warm-up without a trace: compile and tune kernels on real batches, then restore everything.
+"""Steps without a trace, to compile and tune kernels and to measure on real batches: everything is restored.
 
 Restored are params, buffers, optimizer state and param groups, loss scaler, loss meter, and the random states of
 Python, numpy, torch and the device.
