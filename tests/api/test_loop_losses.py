@@ -21,9 +21,11 @@ from tests.train.elastic.test_settle_local import check as check_count
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
 from uneven import TrainedState
 from uneven.api.loop import Loop
+from uneven.api.loop_inputs import optimizer_factory
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.launch.training import collect
+from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -65,7 +67,12 @@ def own_epochs(loop: Loop, member: str) -> None:
 
 
 def run(
-    task: Task, config: RunConfig, epochs: Epochs, size: int, losses: Sequence[Loss], joins: Sequence[Join] = ()
+    task: Task | Callable[[], Task],
+    config: RunConfig,
+    epochs: Epochs,
+    size: int,
+    losses: Sequence[Loss],
+    joins: Sequence[Join] = (),
 ) -> tuple[Found, Any]:
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         def make_worker(task: Task) -> Worker:
@@ -77,7 +84,7 @@ def run(
             result = worker.surviving(worker.result)
             return worker.finish(lambda: collect(worker.group, result, worker.axis))
 
-        with Loop(task, make_worker, save, lambda: None) as loop:
+        with Loop(task if isinstance(task, Task) else task(), make_worker, save, lambda: None) as loop:
             epochs(loop, str(info.member))
         return loop.finish(), loop.worker
 
@@ -90,15 +97,21 @@ def train(
     config = resolve(
         {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "policy": "balanced"} | changes
     )
-    task = Task(
-        Net,
-        OPTIMIZERS["adam"],
-        lambda *_: None,
-        DATA,
-        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
-        Evaluation(DATA, right, every=1),
-    )
-    return run(task, config, loop, size, losses, joins)
+
+    def make_task() -> Task:
+        """As in a script: every rank has a model and an optimizer, which stay the same objects."""
+        model = Net()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        return Task(
+            lambda: model,
+            optimizer_factory(model, optimizer),
+            lambda *_: None,
+            DATA,
+            lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+            Evaluation(DATA, right, every=1),
+        )
+
+    return run(make_task, config, loop, size, losses, joins)
 
 
 def lose(loss: Loss, loop: Epochs = own_epochs, **changes: Any) -> Found:
@@ -139,6 +152,13 @@ def test_a_rank_is_lost_at_some_collective_of_a_loop(alone: TrainedState) -> Non
     cases = list(itertools.product(places(), ways(("m0", "m2"))))
     for place, (after, blind) in cases[::29]:
         check(lose(Loss("m1", place, after=after, blind=blind)), alone)
+
+
+def test_an_optimizer_in_a_loop_is_sharded_by_elements_where_it_treats_each_by_itself() -> None:
+    """Though the loop looks at every step: a hook that may change something would make it whole tensors."""
+    for _, worker in train(2, [], shares=SHARES[:2], strategy="zero1")[0].values():
+        assert isinstance(worker.engine.optimizer, ShardedOptimizer)
+        assert not worker.engine.optimizer.by_tensors
 
 
 @pytest.mark.soak

@@ -30,6 +30,7 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
                 "devices and steps the optimizer, so take that call out of the loop"
             )
 
+    check.changes_nothing = True  # type: ignore[attr-defined]  # see parallel/elementwise.py
     made = engine.optimizer
     members = made.members.values() if isinstance(made, OptimizerGroup) else [made]
     handles = [optimizer.register_step_pre_hook(check) for optimizer in members]

@@ -82,8 +82,13 @@ class Saves:
                 self._note(line)
         if self._copies_late and not self._has_hooks:
             self._has_hooks = True
+
+            def wait(*_: object) -> None:
+                self.wait_taken()
+
+            wait.changes_nothing = True  # type: ignore[attr-defined]  # see parallel/elementwise.py
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
-                optimizer.register_step_pre_hook(lambda *_: self.wait_taken())
+                optimizer.register_step_pre_hook(wait)
 
     def _open(self, folder: Path) -> str | None:
         """Let all ranks bring their parts to a folder of rank 0's; why they cannot, the same on all; a collective."""
