@@ -161,6 +161,20 @@ def test_an_optimizer_in_a_loop_is_sharded_by_elements_where_it_treats_each_by_i
         assert not worker.engine.optimizer.by_tensors
 
 
+@pytest.mark.parametrize("victim", ["m0", "m2"])
+def test_a_loop_with_sharded_optimizer_state_goes_on_with_the_optimizer_of_the_script(
+    victim: str, alone: TrainedState
+) -> None:
+    """Twice: first with shards on two ranks, then with all of it on one."""
+    settings = {"strategy": "zero1", "redundancy": 1}
+    _, leader = train(3, [], shares=SHARES, **settings)
+    place = (leader.begun + leader.collectives[0]) // 3
+    check(lose(Loss(victim, place), **settings), alone)
+    (second, *_) = sorted({"m0", "m1", "m2"} - {victim})
+    found, _ = train(3, [Loss(victim, place), Loss(second, place, generation=1)], shares=SHARES, **settings)
+    check(found, alone)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["m0", "m1", "m2"])

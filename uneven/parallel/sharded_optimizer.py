@@ -98,6 +98,7 @@ class ShardedOptimizer(Optimizer):
         self._held: list[Held] = [{} for _ in ranks_held(self._group.rank, copies)]  # its own shards come first
         self._sharded_params: set[nn.Parameter] = set()
         self._take(self.flat_shards)
+        self._given = [dict(settings) for settings in optimizer.param_groups]
         for settings in optimizer.param_groups:
             settings["params"] = self._optimized(settings["params"])
         self._inner = optimizer
@@ -224,6 +225,18 @@ class ShardedOptimizer(Optimizer):
         hands in. A collective of the survivors, after `catch_up`.
         """
         return self._gathered_state(group, handed_in)
+
+    def release(self) -> None:
+        """Give the inner optimizer back as it was given, with whole params and without state; no collective.
+
+        In a loop of the user's own the next strategy takes the same object.
+        """
+        for settings, given in zip(self.inner.param_groups, self._given, strict=False):
+            settings.clear()
+            settings.update(given)
+        for settings, own in list(zip(self.inner.param_groups, self.param_groups, strict=True))[len(self._given) :]:
+            settings["params"] = list(own["params"])
+        self.inner.state.clear()
 
     def take_gradients_from(self, source: GradientSource) -> None:
         """From now on the source's gradients are used, not the params' own."""

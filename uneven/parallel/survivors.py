@@ -49,7 +49,9 @@ class CanSurvive(HasFullState, Protocol):
         ...
 
     def leave(self, state: FullState) -> None:
-        """Give the model whole params of its own with these values, and remove all hooks; no collective."""
+        """Give the model whole params of its own with these values, and the optimizer whole params without state;
+        remove all hooks. No collective.
+        """
         ...
 
 
@@ -70,6 +72,7 @@ class SurvivesLosses:
     def leave(self, state: FullState) -> None:
         """See CanSurvive."""
         self._remove_hooks()
+        self._sharded.release()
         use_own_memory(self.module, state)
 
     def _shards_to_survive(self) -> Sequence[FlatShards]:
