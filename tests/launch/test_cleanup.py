@@ -1,5 +1,6 @@
 """Nothing stays behind: processes in any state, and folders of launchers that are gone."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -187,3 +188,32 @@ def test_the_last_rank_of_a_launcher_that_was_killed_removes_the_folder(
     with pytest.raises(SystemExit, match="1"):
         cleanup.end_rank(folder, dead_pid, 7)
     assert not folder.exists()
+
+
+def test_one_rank_alone_ends_the_others_of_a_launcher_that_was_killed(
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that ended each other at the same moment left the folder. What a rank had on disk goes with it."""
+    (home := tmp_path / "shm").mkdir()
+    folder = folder_of(home, dead_pid)
+    monkeypatch.setattr(cleanup, "_live", set())
+    monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(cleanup, "temporary_folder", lambda: tmp_path)
+    scratch = cleanup.make_private_folder(is_on_disk=True)
+    tried: list[bool] = []
+
+    def end_others(path: Path) -> None:
+        with pytest.raises(BlockingIOError):  # another rank that comes now waits here
+            fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tried.append(True)
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cleanup, "_end_ranks", end_others)
+    monkeypatch.setattr(cleanup.os, "_exit", end)
+    with pytest.raises(SystemExit, match="1"):
+        cleanup.end_orphaned_run(folder)
+    assert tried
+    assert not folder.exists()
+    assert not scratch.exists()

@@ -5,6 +5,7 @@ killed, its ranks are orphans: they notice within a second and do it (`end_orpha
 (all of them stopped), the next launch does (`remove_stale_runs`). A folder's name holds the pid of its launcher.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from uneven.errors import MachineError
 from uneven.files import temporary_folder
 from uneven.machines.transfer import LeaderFiles
 
@@ -54,6 +56,12 @@ def remove(folder: Path) -> None:
     _live.discard(folder)
 
 
+def remove_left_on_disk() -> None:
+    """What ranks of this machine had there of checkpoints and could not remove, since they failed or were ended."""
+    with suppress(MachineError):
+        remove_stale_runs(temporary_folder())
+
+
 def record_pid(folder: Path, number: int) -> None:
     """Called by a rank first of all: the process can then be found without its launcher."""
     (folder / f"pid-{number}").write_text(str(os.getpid()))
@@ -68,8 +76,14 @@ def end_all_runs() -> None:
 
 def end_orphaned_run(folder: Path) -> None:
     """In a rank whose launcher is gone: end the other ranks, remove the folder, end this process."""
+    # One rank alone: two that ended each other at the same moment left the folder. The lock ends with the process, so
+    # that the next rank does it where this one is ended meanwhile.
+    with suppress(OSError):
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
     _end_ranks(folder)
     shutil.rmtree(folder, ignore_errors=True)
+    for own in tuple(_live):
+        remove(own)
     os._exit(1)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.forked import RealPopen
 from uneven.errors import InputError
-from uneven.launch.cleanup import SHARED_MEMORY
+from uneven.launch.cleanup import SHARED_MEMORY, pid_namespace
 from uneven.launch.control.history import ended_runs
 from uneven.machines.hosts import Host, StartedHosts
 
@@ -76,8 +76,14 @@ def test_a_wrong_token_and_a_differing_helper_are_refused_in_words(folders: tupl
     ((code, output),) = ends([start(second, "join", place, env={"UNEVEN_TOKEN": "a-wrong-token"})])
     assert code == 1
     assert "wrong token; take the line that the leader printed" in output
-    (code, output), (node_code, node_output) = ends([leader, start(second, "join", place)])
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    left = second / "tmp" / f"uneven-{pid_namespace()}-{dead.pid}-x"  # as of a rank that was killed
+    left.mkdir(parents=True)
+    node = start(second, "join", place, env={"TMPDIR": str(left.parent)})
+    (code, output), (node_code, node_output) = ends([leader, node])
     assert (code, node_code) == (1, 1)
+    assert not left.exists(), "parts of checkpoints of its ranks"
     assert "127.0.0.1 was refused: wrong token" in output
     for text in (output, node_output):
         assert "helper.py differs; copy the leader's there, or add --ship here and --allow-ship there" in text

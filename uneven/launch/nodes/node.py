@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
 from uneven.hardware.preflight import refuse_unsupported
 from uneven.hardware.presence import Presence
-from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.cleanup import make_private_folder, remove, remove_left_on_disk
 from uneven.launch.control.leave_requests import await_readers
 from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.find_script import Script
@@ -87,6 +87,7 @@ def _join(options: JoinOptions, say: Callable[[str], None], waiting: Stoppable, 
         session.close()
         await_readers(folder)
         remove(folder)
+        remove_left_on_disk()
 
 
 class Node:
