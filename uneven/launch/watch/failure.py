@@ -12,18 +12,26 @@ from uneven.launch.processes import describe_exit, is_about_peer
 
 
 def find_cause(
-    names: Mapping[int, str], errors: Mapping[int, Mapping[str, Any]], codes: Sequence[int | None], refusal: str
+    names: Mapping[int, str],
+    errors: Mapping[int, Mapping[str, Any]],
+    codes: Sequence[int | None],
+    refusal: str,
+    gone: Sequence[str] = (),
 ) -> Exception:
-    """A rank that was killed, else the first one that failed by itself.
+    """A rank that was killed, else the first one that failed by itself, else a machine that is lost.
 
-    `names` of the processes that count; `refusal` is why the others cannot go on without it, or empty.
+    `names` of the processes that count; `refusal` is why the others cannot go on without it, or empty; `gone`: the
+    lines about lost machines. A rank here may notice such a loss first, and only knows that a connection broke.
     """
     for number, name in names.items():
         if number not in errors and (code := codes[number]) not in (None, 0):
             assert code is not None
             return RankError(f"{name} {describe_exit(code)}{because(refusal)}")
     # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
-    by_itself = {number: error for number, error in errors.items() if not is_about_peer(error["what"])} or errors
+    by_itself = {number: error for number, error in errors.items() if not is_about_peer(error["what"])}
+    if gone and not by_itself:
+        return RankError(f"{gone[0]}{because(refusal)}; the run ends on all machines")
+    by_itself = by_itself or dict(errors)
     number = min(by_itself, key=lambda number: float(errors[number]["time"]))
     error, name = errors[number], names[number]
     if error["kind"] in USER_ERRORS:

@@ -382,4 +382,5 @@ class Watch:
         codes = self._processes.exit_codes()
         self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
         errors, codes = read_errors(self._folder, left), self._with_early_ends(codes)
-        return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal)
+        gone = [why for number, why in self._processes.lost().items() if number in left]
+        return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal, gone)
