@@ -105,3 +105,19 @@ def test_policies_end_as_their_runs_did(
     (tmp_path / "train.py").write_text("import uneven")
     done = call("policies", tmp_path / "train.py", "--policies", "sync", "--out", tmp_path / "out")
     assert getattr(done.exception, "exit_code", done.exit_code) == expected
+
+
+def test_policies_that_are_stopped_say_what_is_missing_and_print_no_empty_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: list[str]) -> Ended:
+        if "sync" not in arguments:
+            raise KeyboardInterrupt
+        return Ended(1, "", "uneven: rank 1 failed")
+
+    monkeypatch.setattr("uneven.bench.policies.run_uneven", run)
+    (tmp_path / "train.py").write_text("import uneven")
+    done = call("policies", tmp_path / "train.py", "--policies", "sync,cadence,async", "--out", tmp_path / "out")
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "uneven: stopped; not finished: sync, cadence, async"

@@ -180,9 +180,11 @@ def policies(
         is_cut = True
     if as_json:
         print(json_text(trial.to_json()))
-    else:
+    elif trial.rows or not is_cut:
         _print_trial(trial)
     if is_cut:
+        done = {row.policy for row in trial.rows}
+        print(f"uneven: stopped; not finished: {', '.join(one for one in chosen if one not in done)}", file=sys.stderr)
         raise typer.Exit(130)
     if trial.failed:
         raise RankError("\n".join(f"{policy}: {why}" for policy, why in trial.failed.items()))
