@@ -20,7 +20,7 @@ SLOW = {"pause": 0.01, "crawl": 30}
 
 def stopped_at(session: Session, ranks: int = 2) -> Checkpoint:
     """The checkpoint that a stopped run has written, with every rank's part."""
-    found = re.search(r"stopped after ([\d,]+) steps", session.said())
+    found = re.search(r"stopped after ([\d,]+) steps?", session.said())
     assert found is not None, session.said()
     checkpoint = read_checkpoint(find_checkpoints(session.out)[0])
     record = checkpoint.record

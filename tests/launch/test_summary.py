@@ -1,13 +1,16 @@
 """The last lines of a run: nothing is derived from a speed that other programs disturbed."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from uneven import TensorData, fit
 from uneven.hardware.interference import Counters, Interference
-from uneven.launch.ended import summary_lines
+from uneven.launch.ended import save_interrupted, summary_lines
+from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.clock import ClockReading, Machine
 from uneven.timeline.record import Event
@@ -78,3 +81,28 @@ def test_a_generation_of_ranks_is_no_resumed_run() -> None:
     lost = replace(state, segments=[*state.segments, generation])
     calm = Interference.between(IDLE, CALM)
     assert summary_lines(lost, state.timeline, calm)[0] == summary_lines(state, state.timeline, calm)[0]
+
+
+def test_a_stopped_run_that_cannot_write_below_runs_is_saved_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, reporter = trained(), Reporter("lines")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").write_text("a file, so that no folder can be made in it")
+    folder = save_interrupted(state, reporter)
+    assert folder.parent == tmp_path / "elsewhere"
+    assert torch.equal(TrainedState.load(folder).params["weight"], state.params["weight"])
+    cannot, saved = capsys.readouterr().err.splitlines()[-2:]
+    assert cannot.startswith("cannot write to runs/interrupted-")
+    assert saved == f"stopped after 4 steps; the state is in {folder}"
+
+
+def test_a_run_that_is_stopped_after_one_step_says_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    reporter = Reporter("lines")
+    monkeypatch.setattr(reporter, "say", lines.extend)
+    folder = save_interrupted(replace(trained(), slot=1), reporter)
+    assert lines == [f"stopped after 1 step; the state is in {folder}"]

@@ -3,6 +3,7 @@
 Called on every rank by launch/run.py, and for a loop of the user's own by api/fit.py; only the first rank writes.
 """
 
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 from uneven.config import RunConfig
 from uneven.errors import MachineError
 from uneven.files import folder_error
+from uneven.format import format_count
 from uneven.hardware.interference import Interference
 from uneven.launch.predicted import record_outcome
 from uneven.launch.results_file import tell_result
@@ -70,13 +72,20 @@ def _write(
 
 
 def save_interrupted(state: TrainedState, reporter: Reporter) -> Path:
-    """Save a stopped run; where `out` was not given below runs/, beside the checkpoint that its ranks took there."""
+    """Save a stopped run; where `out` was not given below runs/, beside the checkpoint that its ranks took there.
+
+    A current folder that cannot be written costs nothing that was trained: then it is a temporary folder.
+    """
     folder = state.folder
     if folder is None:
         aside = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
-        folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
+        try:
+            folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
+        except MachineError as error:
+            reporter.say([str(error)])
+            folder = state.save(tempfile.mkdtemp(prefix=f"uneven-{aside.name}-"))
     on = "" if state.checkpoint is None else f"; go on with resume={str(folder)!r}"
-    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}{on}"])
+    reporter.say([f"stopped after {format_count(state.slot, 'step')}; the state is in {folder}{on}"])
     return folder
 
 
