@@ -6,7 +6,8 @@ is a stream whose shards have known sizes (source.py); any other stream has one 
 prepares the next batch while the device still computes the previous one, because steps are only enqueued.
 
 A feed yields *inputs* for each micro-batch, a pytree of device tensors, and `open(inputs)` makes the batch from them.
-They are separate so that a captured CUDA graph can contain the gather and the augmentation.
+They are separate so that a captured CUDA graph can contain the gather and the augmentation. A loop of the user's own
+needs the batch before the step: there a LoadedFeed opens them at once.
 """
 
 from collections import deque
@@ -238,6 +239,25 @@ class LoaderFeed:
             timeout=loading.timeout if has_workers else 0.0,
             persistent_workers=persistent_workers,
         )
+
+
+class LoadedFeed:
+    """Another feed, whose inputs are opened at once: `stream` yields batches."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.place = feed.place
+        self.lookahead = feed.lookahead
+
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        for part, micros in self._feed.stream(parts):
+            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
+
+    def open(self, inputs: Inputs) -> Batch:
+        return inputs
+
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        return self._feed.in_order(first, stop)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ import torch
 from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.data.feed import Feed, Micros, make_feed
+from uneven.data.feed import Feed, LoadedFeed, Micros, make_feed
 from uneven.data.replay import read_saves
 from uneven.data.stream import ReaderFeed
 from uneven.hardware.device import needs_ranks
@@ -38,7 +38,6 @@ from uneven.step.runahead import RunAhead
 from uneven.timeline.record import Recorder
 from uneven.train.built import build_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
-from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.optimizer_tree import describe_made
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo
