@@ -20,14 +20,14 @@ from uneven.train.callbacks import Agreed, CallbackRunner, Moment
 from uneven.train.elastic.settle import Kept
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
-from uneven.train.history import make_entry
 from uneven.train.rank_info import Report
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.wishes import Wishes
 
-Span = tuple[tuple[int, float], tuple[int, float]]
+Mark = tuple[int, float]  # (slots, training seconds) at an entry of the history
+Span = tuple[Mark, Mark]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class RunEvents:
         if epoch == first:
             self.span = (self.span[1], (until, self._saves.train_seconds))
         before, (_, now_s) = self.span
-        entry = make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
+        entry = _make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
         if self.epoch_metrics is not None and step is None:
             entry |= self.epoch_metrics(epoch)
         self._report_notes()
@@ -272,3 +272,29 @@ class RunEvents:
             self._run.saves.append(ledger.trained)
         if (folder := self._saves.folder_when_stopped()) is not None:
             self._save(folder / f"step-{ledger.trained}", "stop")
+
+
+def _make_entry(
+    engine: Engine, before: Mark, now_s: float, loss: float, *, epoch: int, first: int, until: int, step: int | None
+) -> dict[str, Any]:
+    """The entry of `epoch`, or at slot `step` in it; its speed is that since the entry `before`.
+
+    Where loss and speed are known only over several epochs, from `first` to that of slot `until`, it says so in
+    "epochs".
+    """
+    axis, (slots, seconds) = engine.axis, before
+    slot, last = axis.epoch_end(epoch) if step is None else step, axis.slot(until - 1).epoch
+    skipped = {} if step is not None else dict(engine.skipped)
+    samples = axis.samples_before(until) - axis.samples_before(slots) - skipped.get(epoch, 0)
+    return {
+        "epoch": epoch + 1,
+        "step": slot,
+        **({} if step is None else {"is_inside_epoch": True}),
+        **({"epochs": [first + 1, last + 1]} if last > first else {}),
+        "samples": engine.samples_before(slot),
+        **({"skipped": skipped[epoch]} if epoch in skipped else {}),
+        "train_loss": loss,
+        "lr": engine.schedule.first_rate,
+        "train_seconds": now_s,
+        "samples_per_s": samples / max(now_s - seconds, 1e-9),
+    }
