@@ -59,7 +59,7 @@ def process_context() -> "ProcessContext":
 def make_context(
     engine: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> "ProcessContext":
-    """Of a process that an engine started, or nobody; `settings` by `uneven run`."""
+    """The context of a process that an engine started, or nobody; `settings` are those of `uneven run`."""
     context = ProcessContext(engine or LaunchEnvironment(ALONE), settings=settings)
     if engine is not None:
         context.handle_signals()
@@ -98,18 +98,18 @@ class ProcessContext:
         self.signals: dict[int, RankSignal] = {}  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
-        self.shown = Shown()  # the figures of the run that is on
+        self.shown = Shown()  # the figures of the current run
         self._placement: Placement | None = None  # under an engine, once its ranks have met
         self._is_placed = roster is not None
-        self._rank_info: RankInfo | None = None  # of the run that is on
+        self._rank_info: RankInfo | None = None  # of the current run
         self._worker: Worker | None = None
-        self._requests: Requests | None = None  # to the run that is on
-        self.starts = 0  # runs that were to begin on ranks that others have started
+        self._requests: Requests | None = None  # to the current run
+        self.starts = 0  # resumes and replays that ranks have planned together: each has keys of its own
         self.leader = reach_leader(environment.door)
         self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under an engine
-        self._progress: SharedProgress | None = None  # of the run that is on, over several machines
+        self._progress: SharedProgress | None = None  # of the current run, over several machines
 
     @property
     def is_alone(self) -> bool:
@@ -132,7 +132,7 @@ class ProcessContext:
 
     @property
     def rank(self) -> int:
-        """In the run that is on; before the first one as the launcher numbered the processes."""
+        """In the current run; before the first one as the launcher numbered the processes."""
         return self.environment.rank if self._rank_info is None else self._rank_info.rank
 
     def devices(self, setting: str) -> tuple[Device, ...]:
@@ -214,7 +214,7 @@ class ProcessContext:
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
-        """Of a process that joins those of the run, once it is on, or RefusedError; of any other its own."""
+        """Those of the run for a process that joins it, once it has begun, or RefusedError; else `config` itself."""
         if self.ranks.is_newcomer:
             facts = newcomer.await_facts(self.environment.connect(""))
             self._shared, self.starts, config = facts["shared"], facts["starts"], newcomer.adopt_settings(config, facts)
@@ -250,7 +250,7 @@ class ProcessContext:
         """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
         InputError on every rank where they differ. Without `config` the model is trained by hand, through host memory.
-        `say` prints what differs and may."""
+        `say` prints what differs although it may."""
         self._refuse_second_group()
         if self.ranks.is_newcomer:
             raise RefusedError(f"{newcomer.CANNOT_BE_JOINED}: {newcomer.BY_HAND}")
@@ -341,7 +341,7 @@ class ProcessContext:
         return self.stop_requested.is_set() or get_text(self.environment.connect(""), STOP_KEY) is not None
 
     def request_stop(self, is_terminated: bool = False) -> None:
-        """The run that is on ends after its step; without one the script is interrupted. On a heartbeat's thread."""
+        """The current run ends after its step; without one the script is interrupted. On a heartbeat's thread."""
         self.is_terminated |= is_terminated
         self.stop_requested.set()
         if (requests := self._requests) is not None:
@@ -352,7 +352,7 @@ class ProcessContext:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # no flag: it ends a sleep or read
 
     def request_save(self) -> None:
-        """A checkpoint of the run that is on, as `Run.checkpoint` asks for it in the launcher."""
+        """A checkpoint of the current run, as `Run.checkpoint` asks for it in the launcher."""
         if (requests := self._requests) is not None and self.rank == 0:  # one rank's wish is enough
             requests.save.set()
 

@@ -36,7 +36,7 @@ class RunPlan:
     machine: int = 0
     door: tuple[str, int, str] | None = None  # address, port and token of the leader's door
     address: str | None = None  # this machine's own, where there are several: Gloo and NCCL use its interface alone
-    joins: int | None = None  # its ranks join a run that is on: the generation that they were added to
+    joins: int | None = None  # its ranks join a run in progress: the generation that they were added to
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A process that joins a run that is on: what it is told, and whether it fits, before it builds its model.
+"""A process that joins a run in progress: what it is told, and whether it fits, before it builds its model.
 
 Rank 0 of every run says in the launcher's store which run of the script is on, and why it cannot be joined where it
 cannot. A script that joins begins at its beginning, so only its first run can be joined. The settings are those that

@@ -39,10 +39,10 @@ class RankPlace:
         self.generation = generation  # the number of that roster
         self.is_newcomer = is_newcomer  # until it is in a roster
         self.slot = 0  # trained in the last run
-        self.has_result = False  # the run that is on
+        self.has_result = False  # whether the current run has one
         self.over = NOT_OVER  # for a heartbeat: what became of the last run, where no other has begun
         self.newest: Generation | None = None  # that the heartbeat has read
-        self.membership: StoreMembership | None = None  # of the run that is on
+        self.membership: StoreMembership | None = None  # of the current run
         self._is_leaving = False  # the launcher has asked this rank to go
 
     def is_first(self, rank: int) -> bool:
@@ -71,7 +71,7 @@ class RankPlace:
         return {"slot": 0, "phase": "setup", **self.over}
 
     def leave_run(self, worker: Worker | None, *, has_formed: bool) -> None:
-        """The run is over for this rank, or has failed; `has_formed`: it had a group. Without a worker it is by hand.
+        """The run is over for this rank, or has failed. `has_formed`: it had a group; `worker` is None with Ddp.wrap.
 
         Where nobody can go on without a rank, the others fail before the launcher sees who was lost. They must not say
         then that they are past the run: it would count as one that has its result.
@@ -122,7 +122,7 @@ class RankPlace:
         before_enter: Callable[[], None] = lambda: None,
         on_entered: Callable[[], None] = lambda: None,
     ) -> StoreMembership:
-        """The membership of this run, which is about to form its first group; `on_entered`: a newcomer has one."""
+        """Make the membership of a run before its first group forms; `on_entered`: called when a newcomer has one."""
         prefix = f"run/{run}/g"
 
         def make_group(generation: Generation, rank: int) -> Group:

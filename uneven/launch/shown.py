@@ -1,7 +1,7 @@
-"""What a rank tells of its run beside its place: the figures that are reported anyway, kept for whoever asks.
+"""The figures of this process's run for `uneven status`: those that are reported for the progress anyway.
 
-Held by the process context (launch/context.py). They travel in the heartbeats to the launcher; where the run is in this
-process alone, launch/control/listing.py reads them. `uneven status` shows them.
+Held by the process context (launch/context.py). The figures travel to the launcher in the heartbeats; of a run in this
+process alone launch/control/listing.py reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ KEPT = ("device", "total", "epochs", "steps", "samples", "own", "seconds", "loss
 class RunReport:
     """A Report (train/rank_info.py) that hands everything on to that of the run, and keeps its figures.
 
-    Each run has its own: two may be on at once in a process alone, and each has listeners of its own.
+    Each run has its own RunReport: a process alone may have two runs at once, each with its own listeners.
     """
 
     def __init__(self, report: Report, device: str, logs: tuple[Path, str] | None) -> None:
@@ -47,7 +47,7 @@ class RunReport:
 
 
 class Shown:
-    """The figures of the run that has begun last in this process."""
+    """The figures of the run whose worker was made last in this process."""
 
     def __init__(self) -> None:
         self.saved: str | None = None  # where the state of the last run is
@@ -56,14 +56,14 @@ class Shown:
         self._result: dict[str, Any] = {}  # what the run came to in the end
 
     def keep(self, report: Report, rank_info: RankInfo, out: Path | None) -> Report:
-        """A run begins, whose results go to `out`: the report to give to its worker."""
+        """Return the report for the worker of a run that begins; its results go to `out`."""
         logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
         own = RunReport(report, str(rank_info.device), logs)
         self._kept, self.saved, self._last, self._result = own.kept, None, {}, {}
         return own
 
     def show(self, worker: Worker) -> dict[str, Any]:
-        """Where a worker is; on a heartbeat's thread at any moment."""
+        """The status of a worker's run. Called on a heartbeat's thread, at any moment."""
         config, kept = worker.config, self._kept.status
         figures = {name: kept[name] for name in KEPT if name in kept}
         where: Mapping[str, Any] = worker.show()

@@ -1,4 +1,4 @@
-"""A run that is about to begin, and what is known about it to its end: requests, signals, its place in the list.
+"""What belongs to a run from before its checks to its end: requests, signals, its folder, its place in the list.
 
 Made by launch/run.py for `fit` and the builder, and for a loop of your own (api/fit.py).
 """
@@ -21,7 +21,7 @@ from uneven.results.state import TrainedState
 
 @dataclass
 class Start:
-    """A run that is about to begin: from here on SIGTERM is its own."""
+    """Life cycle: made before the checks, from where on SIGTERM is the run's own; kept until the run is over."""
 
     requests: Requests
     stoppable: Stoppable
@@ -35,7 +35,8 @@ class Start:
     ) -> None:
         """Put the run on the list of this user's runs, unless a launcher has; with `devices` it is in this process.
 
-        What the context shows is of another run until this one has its worker, and while another one is on beside it.
+        A process alone may have two runs at once, and the context shows the one whose worker was made last. So its
+        figures are taken for this run only where they name the same folder.
         """
         if not context.is_alone:
             return
@@ -55,13 +56,13 @@ class Start:
             listing.follow(read)
 
     def tell_saved(self, context: ProcessContext, folder: Path | None) -> None:
-        """The state of the run is there; the launcher is told by the next heartbeat."""
+        """The state of the run is in `folder`; the next heartbeat tells the launcher."""
         context.shown.saved = None if folder is None else str(folder.resolve())
         if self.listing is not None:
             self.listing.saved = context.shown.saved
 
     def release_folder(self) -> None:
-        """Nothing is written there any more."""
+        """Release the run's folder: nothing is written to it any more."""
         if self.held is not None:
             self.held.release()
 

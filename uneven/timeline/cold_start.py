@@ -3,7 +3,7 @@
 Read from two kinds of events. `prepared` says what a rank did and for how long (Recorder.phase): before the first step
 the compilation or warm-up, the capture and the measurement of its speed; in training (`slot`) a step that was the first
 of its size. `ready` is the moment when a rank comes to the rendezvous; it waits there until the last rank is ready. One
-that `joins` a run that is on waits for nobody there, and nobody for it. The summary, the page and timeline.json show
+that `joins` a run in progress waits for nobody there, and nobody for it. The summary, the page and timeline.json show
 the result.
 """
 

@@ -97,11 +97,13 @@ class Engine:
         # Steps can run beforehand only if the step is ours to call, one device holds the whole model, and samples that
         # were read for it can be read again.
         self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
-        self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
-        self.load_full_state: Callable[[FullState], None] | None = None  # likewise
-        self.strategy: HasFullState | None = None  # likewise
-        self.whole_state: FullState | None = None  # after a loss, until it is divided anew: see settle_shards.py
-        self.rolled_back = 0  # likewise, where it is that of a checkpoint: which one
+        # The next three are set where params or optimizer state are sharded.
+        self.full_state: Callable[[], FullState] | None = None
+        self.load_full_state: Callable[[FullState], None] | None = None
+        self.strategy: HasFullState | None = None
+        # After the loss of a rank, until it is sharded anew: [Note: whole state in hand] in elastic/settle_shards.py.
+        self.whole_state: FullState | None = None
+        self.rolled_back = 0  # the number of the checkpoint that `whole_state` was read from, if it was
         self.ledger = Ledger()  # what was trained before this run began or was resumed
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
         self.log = pack_log()
@@ -140,7 +142,7 @@ class Engine:
         self.full_state = self.load_full_state = None
 
     def settle_axis(self, config: RunConfig) -> None:
-        """The axis, its events and the LR schedule; again before the first slot where global_batch_size was "auto"."""
+        """Make the axis, its events and the LR schedule; once more when an "auto" global_batch_size is settled."""
         self.config, self.axis = config, make_axis(self.order, config, self.rank_info.world_size)
         self.events = find_events(self.axis, config, self.task.evaluation, self.is_own_loop)
         for slot in () if config.replay is None else read_saves(config.replay):
@@ -196,7 +198,7 @@ class Engine:
         self.schedule.move_to(self.schedule_position(slot), grown_scale(scale, self.axis, self.samples_before(slot)))
 
     def schedule_position(self, slot: int) -> int:
-        """The one in a slot, which lies after everything that was left out."""
+        """The LR schedule's position in a slot that lies after everything that was left out."""
         return schedule_position(self.config, self.axis, slot, self.skipped_slots)
 
     def samples_before(self, slot: int) -> int:
@@ -297,7 +299,7 @@ class Engine:
         return is_sharded and self.rank_info.world_size > 1
 
     def go_on_from(self, ledger: Ledger) -> None:
-        """What is trained, by whichever rank."""
+        """All that this ledger has is trained, by whichever rank."""
         self.ledger, self.trained = ledger, ledger.trained
 
     def restore_log(self, log: Iterable[tuple[int, int, int]], rounds: Iterable[Round]) -> None:

@@ -59,10 +59,10 @@ class LocalSGD:
         self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
         self._free_ns = 0  # start of the rank's own work since its last collective
         self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
-        self.agreed: LocalState | None = None  # settled, and not started from yet
+        self.agreed: LocalState | None = None  # by a settlement, until `initialize` begins from it
         self.average: BackgroundAverage
-        self._has_thread = False  # of an average of its own
-        self.is_blank = False  # a newcomer's, that has trained nothing and has not settled yet
+        self._has_thread = False  # `average` was made here, so `close` ends its thread
+        self.is_blank = False  # of a newcomer: it has trained nothing and has not settled yet
 
     @property
     def group(self) -> Group:
@@ -75,7 +75,8 @@ class LocalSGD:
     def initialize(self, costs: Sequence[Cost]) -> None:
         """Set the first window and the learning-rate scale from every rank's measured cost.
 
-        Again after a settlement, from what was agreed upon there: then `costs` count only for newcomers.
+        Called again when ranks have settled. It then begins from what they agreed upon, and `costs` count only for
+        newcomers.
         """
         engine, agreed = self.engine, self.agreed
         # A group of its own: an average on its way must not queue before the main thread's collectives.

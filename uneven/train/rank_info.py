@@ -60,7 +60,7 @@ class RankInfo:
         assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
-        self.is_newcomer = is_newcomer  # it joins a run that is on, and has trained nothing in it yet
+        self.is_newcomer = is_newcomer  # it joins a run in progress, and has trained nothing in it yet
         self.leader = leader
         self.records: RoundRecords | None = None  # with a Membership
         self.recorded: RecordedGenerations | None = None  # of a replay, where ranks were lost or joined

@@ -19,7 +19,7 @@ class Wish(IntFlag):
     NONE = 0
     SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
     EVALUATE = 2
-    LEAVE = 4  # it hands in what it has trained with this very sum, and goes (train/elastic/leaving.py)
+    LEAVE = 4  # the rank leaves the run; what it has trained is in this very exchange (train/elastic/leaving.py)
 
 
 def no_wish() -> Wish:
@@ -90,7 +90,7 @@ class Synchronizer(Protocol):
         ...
 
     def note_user_time(self, ns: int) -> None:
-        """Code of the user's own ran for so long: not this rank's work, and what others wait for it is `user`, too."""
+        """The user's own code ran for so long: no work of this rank, and `user` on ranks that wait for it meanwhile."""
         ...
 
     def parts(self) -> Iterator[Part]:

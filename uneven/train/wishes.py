@@ -17,7 +17,7 @@ from uneven.train.synchronizer import Wish, wished
 
 
 class Wishes:
-    """Asked in every exchange of the ranks; told when what was wished for is done.
+    """Life cycle: `start` with training, `ask` in every exchange of the ranks, `saved` and `evaluated` afterwards.
 
     `is_lead` is asked each time, since another rank becomes rank 0 where that one is lost or leaves.
     """
@@ -32,8 +32,8 @@ class Wishes:
         self._saved_ns = self._evaluated_ns = 0
 
     def start(self, now_ns: int) -> None:
-        """Training begins: intervals count from here. Where it goes on with other ranks they go on, too: else no
-        interval would end that is longer than a generation of ranks lasts.
+        """Training begins: intervals count from here, also where training goes on with other ranks later. Else an
+        interval longer than a generation of ranks would never end.
         """
         if not self._has_started:
             self._has_started = True

@@ -90,7 +90,7 @@ class Worker:
         self.synchronizer: Synchronizer | None = None
         parts = (self.engine, self.run, self.saves, self.callbacks, self.wishes, self._evaluator)
         self.events = RunEvents(*parts, report, self._report_notes)
-        self.membership: Membership | None = None  # set where a launcher can tell of other generations
+        self.membership: Membership | None = None  # set where a launcher announces generations of ranks
         self.settler: Settler | None = None  # where the run can go on without a rank
         self._cost, self._has_ended = UNMEASURED, False  # of this rank before the first step; on_end was called
         self._reported_notes, self._reported_s = 0, 0.0
@@ -134,7 +134,7 @@ class Worker:
         return self.surviving(self.result)
 
     def surviving(self, action: Callable[[], T]) -> T:
-        """Its result. Where a rank is lost meanwhile, settle with those who are left and begin it again."""
+        """The result of `action`. Where a rank is lost meanwhile, settle with the others and call it again."""
         while True:
             try:
                 return action()
@@ -155,7 +155,7 @@ class Worker:
         return self.surviving(collect_and_stay)
 
     def _train_to_end(self) -> None:
-        """From wherever all ranks stand; again in every generation."""
+        """Train from the slot that all ranks have reached; called again in every generation."""
         synchronizer = self.synchronizer
         assert synchronizer is not None, "made when the group has formed"
         if self.settler is not None and self.settler.is_over:
@@ -169,7 +169,7 @@ class Worker:
         self.end(is_stopped)
 
     def end(self, is_stopped: bool) -> None:
-        """After the last slot, or a stop: all replicas are equal, what was stopped is saved, on_end is called."""
+        """After the last slot, or a stop: make replicas equal, save a run that was stopped, call on_end."""
         synchronizer = self.synchronizer
         assert synchronizer is not None, "made when the group has formed"
         synchronizer.finalize()
@@ -277,7 +277,7 @@ class Worker:
         synchronizer.notes[:0] = lines
 
     def _use(self, synchronizer: Synchronizer) -> None:
-        """From now on it keeps this rank in step; a collective."""
+        """Let this synchronizer keep the rank in step from now on; a collective."""
         self.saves.connect()
         synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
         self.synchronizer = self.events.use(synchronizer)
@@ -285,7 +285,7 @@ class Worker:
         self._report_notes()
 
     def prepare_for_losses(self) -> None:
-        """Where the launcher can tell of other generations, and this run can go on in one; before the first slot."""
+        """Make the settler where the run can go on in generations that a launcher announces; before the first slot."""
         if self.settler is not None or self.membership is None or why_not_settled(self.engine) is not None:
             return
         members = gather_json(self.group, self.rank_info.member)
@@ -301,7 +301,7 @@ class Worker:
         return Settler(*parts, self._go_on_after, self._new_synchronizer)
 
     def _join_later(self, cost: Cost) -> Synchronizer:
-        """The run is on: this rank joins the others where they are, and takes everything from them."""
+        """Join a run in progress: this rank takes the position of the others, and everything that they have."""
         assert self.membership is not None, "a newcomer has one"
         self.settler = self._make_settler(self.membership, ())
         self.settler.join(cost)

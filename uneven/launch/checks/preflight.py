@@ -136,7 +136,7 @@ def _open_folder(out: Path, config: RunConfig) -> list[str]:
 
 
 def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) -> Prepared:
-    """Of a rank that joins a run that is on: its settings are settled, and its model and data are compared later."""
+    """Of a rank that joins a run in progress: its settings are settled, and its model and data are compared later."""
     devices = context.devices(config.devices)
     check_device(devices[context.environment.rank])
     config = context.settings_of_run(config)

@@ -112,7 +112,7 @@ class Gathering:
         self._is_open_again.set()
 
     def arrived(self) -> list[RemoteNode]:
-        """Machines that have come since the last call, and fit a run that is on."""
+        """Machines that have come since the last call, and fit a run in progress."""
         self._show_strangers()
         found: list[RemoteNode] = []
         with suppress(queue.Empty):

@@ -230,7 +230,7 @@ class Leader:
             del store
 
     def _check_late(self, place: tuple[str, int], node: RemoteNode) -> None:
-        """RefusedError where a machine cannot join the run that is on; on a thread of the door."""
+        """RefusedError where a machine cannot join the current run; on a thread of the door."""
         from uneven.comm.store import reach_store  # imports torch
         from uneven.launch.newcomer import CANNOT_BE_JOINED, why_closed
 
@@ -240,7 +240,7 @@ class Leader:
 
 
 class Late:
-    """Machines that join a run that is on; `start` is called by the watch's thread (launch/nodes/remote.py)."""
+    """Machines that join a run in progress; `start` is called by the watch's thread (launch/nodes/remote.py)."""
 
     def __init__(
         self, options: LeadOptions, place: tuple[str, int], settings: Mapping[str, Any], reporter: Reporter

@@ -1,4 +1,4 @@
-"""Processes that join a run that is on, as the watch sees them: from their start until they are in a roster.
+"""Processes that join a run in progress, as the watch sees them: from their start until they are in a roster.
 
 Held by launch/watch/watch.py. A machine comes by the leader's door, and a rank of this machine that was lost may be
 started again (setting `restarts`). Either warms up and measures by itself while the others train on; when it says that

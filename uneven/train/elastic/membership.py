@@ -68,7 +68,7 @@ class Membership(Protocol):
         ...
 
     def enter(self) -> Generation:
-        """This process joins a run that is on. It is ready, warmed up and measured: the first generation that has it.
+        """This process joins a run in progress. It is ready, warmed up and measured: the first generation that has it.
 
         GroupLostError where the run ends before.
         """
