@@ -111,7 +111,7 @@ def read_row(policy: str, out: Path) -> PolicyRow | str:
         return "no epoch was finished"
     timeline = Timeline.from_json(record)
     last = state["history"][-1]
-    seconds = max(account.training_s for account in timeline.accounts)
+    seconds = timeline.training_s
     metrics = {k: float(v) for k, v in last.items() if k not in ENTRY_KEYS and isinstance(v, int | float)}
     counts = [sum(part[2] for part in parts) for parts in log["ranks"]] if isinstance(log, dict) else []
     return PolicyRow(
@@ -131,8 +131,7 @@ def busy_efficiency(timeline: Timeline, counts: Sequence[int]) -> float | None:
         return None
     if not all(busy[rank] and count for rank, count in enumerate(counts)):
         return None
-    seconds = max(account.training_s for account in timeline.accounts)
-    return sum(counts) / seconds / sum(count / busy[rank] for rank, count in enumerate(counts))
+    return sum(counts) / timeline.training_s / sum(count / busy[rank] for rank, count in enumerate(counts))
 
 
 def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:

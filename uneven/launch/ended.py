@@ -91,14 +91,12 @@ def save_interrupted(state: TrainedState, reporter: Reporter) -> Path:
 
 def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:
     """How the run went: totals, and where each rank's time was spent. Nothing is derived from a disturbed speed."""
-    training_s = max(account.training_s for account in timeline.accounts)
+    training_s = timeline.training_s
     stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
     done = "trained" if state.finished else f"{stopped}: trained"
-    # The time is that since the last start; generations of ranks are segments of it.
-    starts = [segment for segment in state.segments if "generation" not in segment]
-    before = starts[-1].get("samples", 0) if starts else 0
-    speed = (state.samples - before) / training_s if training_s else 0.0
-    resumed = f", {state.samples - before:,} of them since it was resumed," if before else ""
+    samples = state.samples_since_start
+    speed = samples / training_s if training_s else 0.0
+    resumed = f", {samples:,} of them since it was resumed," if samples < state.samples else ""
     lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]
     if state.dropped:
         lost, steps = sum(samples for _, _, _, samples in state.dropped), len({slot for slot, *_ in state.dropped})

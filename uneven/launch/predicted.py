@@ -30,9 +30,7 @@ def take_handed() -> Mapping[str, Any] | None:
 def achieved(plan: Mapping[str, Any], state: TrainedState, timeline: Timeline) -> dict[str, Any] | None:
     """What the run reached since its last start, beside what was predicted; None where it trained nothing."""
     predicted = plan["predicted"]
-    seconds = max(account.training_s for account in timeline.accounts)
-    starts = [segment for segment in state.segments if "generation" not in segment]
-    samples = state.samples - (starts[-1].get("samples", 0) if starts else 0)
+    seconds, samples = timeline.training_s, state.samples_since_start
     if samples <= 0 or seconds <= 0.0:
         return None
     per_epoch = seconds * predicted["samples_per_epoch"] / samples

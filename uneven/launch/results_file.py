@@ -24,7 +24,7 @@ def tell_result(state: "TrainedState", timeline: "Timeline | None") -> None:
     """Called by the first rank at the end of each run, a stopped one too; without a timeline it was over before."""
     if (path := os.environ.get(VARIABLE)) is None:
         return
-    seconds = 0.0 if timeline is None else max(account.training_s for account in timeline.accounts)
+    seconds = 0.0 if timeline is None else timeline.training_s
     last = state.history[-1] if state.history else {}
     result = {
         "policy": state.config.get("policy"),

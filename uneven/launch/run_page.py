@@ -35,12 +35,11 @@ def leave_page(state: TrainedState, timeline: Timeline, config: RunConfig, out: 
 
 
 def _facts(state: TrainedState, timeline: Timeline, config: RunConfig) -> dict[str, str]:
-    training_s = max(account.training_s for account in timeline.accounts)
     facts = {
         "devices": ", ".join(lane.device for lane in timeline.lanes),
         "policy": config.policy if len(timeline.lanes) > 1 else "one device",
         "samples": f"{state.samples:,}",
-        "training": f"{training_s:.1f} s",
+        "training": f"{timeline.training_s:.1f} s",
     }
     if not timeline.is_one_machine:
         facts["machines"] = ", ".join(machine.host for machine in timeline.machines)

@@ -186,7 +186,7 @@ def read_stretch(out: Path) -> Stretch:
     accounts = sorted(timeline.accounts, key=lambda account: account.rank)
     names = ("compute", "data", "other")
     return Stretch(
-        seconds=max(account.training_s for account in accounts),
+        seconds=timeline.training_s,
         samples=[sum(samples for _, _, samples in own) for own in parts],
         steps=[sum(1 for _, _, samples in own if samples) for own in parts],
         compute_s=[sum(account.seconds.get(name, 0.0) for name in names) for account in accounts],

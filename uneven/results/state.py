@@ -76,10 +76,19 @@ class TrainedState:
         return trained
 
     @property
+    def samples_since_start(self) -> int:
+        """The samples trained since the run was started or resumed last: its timeline is of these."""
+        return self.samples - (self._starts[-1].get("samples", 0) if self._starts else 0)
+
+    @property
+    def _starts(self) -> list[dict[str, Any]]:
+        """The segments that begin with a start or a resume; generations of ranks are segments, too."""
+        return [segment for segment in self.segments if "generation" not in segment]
+
+    @property
     def lane_samples(self) -> list[int]:
         """The samples of each lane's rank; empty for a resumed run, whose log is longer than its timeline."""
-        starts = [segment for segment in self.segments if "generation" not in segment]
-        lanes = [] if self.timeline is None or len(starts) > 1 else self.timeline.lanes
+        lanes = [] if self.timeline is None or len(self._starts) > 1 else self.timeline.lanes
         trained = self.rank_samples
         return [trained[lane.rank] for lane in lanes] if all(lane.rank < len(trained) for lane in lanes) else []
 

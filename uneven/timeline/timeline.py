@@ -41,6 +41,11 @@ class Timeline:
     samples: list[Sample]
     machines: tuple[Machine, ...] = ()
 
+    @property
+    def training_s(self) -> float:
+        """The training time of the run: that of the rank that trained longest."""
+        return max(account.training_s for account in self.accounts)
+
     @classmethod
     def of(
         cls,
