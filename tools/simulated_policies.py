@@ -12,8 +12,9 @@ from typing import Literal
 from uneven.policy.axis import Axis
 from uneven.policy.exact import ExactPolicy
 from uneven.policy.finish import Cost
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 BATCH = 64
 COSTS = (Cost(4.0, 36.0 / BATCH), Cost(10.0, 90.0 / BATCH))  # 40 and 100 ms a batch: a gap of 2.5

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from uneven.policy.windows import Decision, RoundReport
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Decision
 
 NEVER = float("inf")
 

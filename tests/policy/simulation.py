@@ -16,10 +16,11 @@ from tests.policy.cluster import NEVER, Cluster, Outcome, Round
 from tests.policy.run_checks import check, check_stream
 from uneven.policy.axis import Axis
 from uneven.policy.claims import typical_ms
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.stream_axis import UNKNOWN, StreamAxis
 from uneven.policy.stream_end import StreamEnd
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 END = -1
 Life = Generator["float | Round", None, None]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.policy.simulation import Cluster, Simulation
 from tests.policy.test_slot_schedule import ASYNC, clusters
 from uneven.policy.claims import MIN_TRIP_MS, Claiming, typical_ms
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 FAR = 1e6  # slots left before the next event
 

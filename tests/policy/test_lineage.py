@@ -6,8 +6,9 @@ import pytest
 
 from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Era, Held, Lineage, Part, decode, encode, settled_ledger, trained_again
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 
 def slots(*numbers: int) -> list[Part]:

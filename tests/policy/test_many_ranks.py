@@ -11,8 +11,9 @@ import uneven.policy
 from uneven.policy.exact import Balanced
 from uneven.policy.finish import Cost, equal_finish
 from uneven.policy.left_out import PROBE_ROUNDS, next_probes, with_probes
+from uneven.policy.round_report import RoundReport
 from uneven.policy.typical import LastThree
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 FILES = sorted(Path(uneven.policy.__file__).parent.glob("*.py"))
 ORDERED = {"cumsum", "dot", "einsum", "inner", "matmul", "mean", "nansum", "prod", "sum", "tensordot", "trace", "vdot"}

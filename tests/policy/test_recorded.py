@@ -12,7 +12,7 @@ from uneven import InputError
 from uneven.data.replay import Log, log_record, read_log
 from uneven.policy.axis import Axis
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
-from uneven.policy.windows import RoundReport
+from uneven.policy.round_report import RoundReport
 
 START = Round(0, 0, 0, 1.0)
 

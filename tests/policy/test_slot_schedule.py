@@ -3,14 +3,16 @@
 import random
 from collections import deque
 from dataclasses import replace
+from statistics import fmean as mean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policy.simulation import Cluster, Outcome, Simulation
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 CADENCE, ASYNC = LocalSGDConfig(), LocalSGDConfig(is_async=True)
 POLICIES = pytest.mark.parametrize("config", [CADENCE, ASYNC], ids=["cadence", "async"])
@@ -27,10 +29,6 @@ def random_cluster(rng: random.Random, ranks: int, windows: int = 12) -> Cluster
 def run(cluster: Cluster, config: LocalSGDConfig, max_staleness: int | None = None, hint: float = 1.0) -> Outcome:
     hints = [ms * (hint if rank % 2 else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
     return Simulation(cluster, config, hints, max_staleness).run()
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 # Whatever the cluster (what must hold is checked in the simulation)

@@ -13,8 +13,9 @@ from uneven.policy.claims import TRIPS_AHEAD
 from uneven.policy.exact import PROBE_EVERY, Balanced
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 from uneven.policy.late import split_beside
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 
 AT = 60  # the step at which the device changes
 FAST = Cost(1.0, 0.4)

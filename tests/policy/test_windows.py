@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Decision, LocalSGDConfig, Windows
 
 FAR = 10**9
 

@@ -12,7 +12,8 @@ import pytest
 from tests.simulate.clusters import FAST, FREE, mixed, pair
 from uneven.errors import InputError
 from uneven.policy.exact import Balanced
-from uneven.policy.windows import RoundReport, Windows
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Windows
 from uneven.simulate.cluster import POLICIES, Cluster, Job, Link, Policy, RankKind
 from uneven.simulate.engine import STATES, simulate
 

@@ -17,7 +17,8 @@ from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Balanced
 from uneven.policy.finish import Cost
-from uneven.policy.windows import RoundReport, Windows
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Windows
 from uneven.timeline.record import Recorder
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult

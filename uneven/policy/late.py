@@ -8,23 +8,13 @@ policy/windows.py and policy/slot_schedule.py.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from uneven.policy.finish import by_ratio
+from uneven.policy.round_report import RoundReport
 
 LATE = 0.5  # of the window's planned time: what a late rank would need beyond it
 RECENT = 5  # slots in the median of a rank's pace: two outliers change nothing
 ENOUGH = 3  # slots from which on the pace is believed
-
-
-class LateReport(Protocol):
-    """The part of a RoundReport that is about slots handed back."""
-
-    @property
-    def returned(self) -> float: ...
-
-    @property
-    def kept(self) -> float: ...
 
 
 def is_late(busy_ms: float, planned_ms: float, held: int, recent_ms: float) -> bool:
@@ -51,7 +41,7 @@ def split_beside(kept: Sequence[int], ratio: Sequence[float], slots: int) -> tup
         taking = [takes and not is_full for takes, is_full in zip(taking, full, strict=True)]
 
 
-def taken_back(owned: Sequence[Sequence[int]], reports: Sequence[LateReport]) -> tuple[list[int], list[list[int]]]:
+def taken_back(owned: Sequence[Sequence[int]], reports: Sequence[RoundReport]) -> tuple[list[int], list[list[int]]]:
     """What ranks have handed back, and what each keeps; `owned`: every rank's slots of the window, in order."""
     back: list[int] = []
     kept: list[list[int]] = []

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from uneven.policy.exact import Move
-from uneven.policy.windows import Decision, RoundReport
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Decision
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""The numbers that a rank of a local policy sends with its params, for every copy of Windows alike."""
+"""The numbers that a rank of a local policy sends with its params in a round.
+
+Every rank gets those of all ranks and passes them to its own copy of Windows (policy/windows.py).
+"""
 
 from typing import NamedTuple
 
 
 class RoundReport(NamedTuple):
-    """What one rank reports to all others in a round; the costs are those of its last round, whose end it has seen."""
+    """What one rank reports in a round. Its costs are those of the round before, which has ended."""
 
     next_slot: float = 0.0  # its first slot that is not in this average
     samples: float = 0.0  # since its last round; without those dropped they are its weight

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from uneven.policy.claims import Claiming, ClaimsAhead
 from uneven.policy.late import RECENT, is_late, recent_time
-from uneven.policy.windows import RoundReport, Windows
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Windows
 
 
 def first_free_slot(reports: Sequence[RoundReport], event: int) -> int:

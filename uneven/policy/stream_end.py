@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from uneven.policy.axis import Axis, Slot
 from uneven.policy.recorded import RecordedSchedule
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
-from uneven.policy.windows import RoundReport
 
 
 class StreamEnd:

@@ -21,7 +21,7 @@ from uneven.policy.counts import best_counts, slots_per_ms
 from uneven.policy.finish import by_ratio
 from uneven.policy.late import split_beside, taken_back
 from uneven.policy.left_out import with_probes
-from uneven.policy.round_report import RoundReport as RoundReport
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_times import SlotTimes
 from uneven.policy.typical import Floats, Ints
 

@@ -14,7 +14,8 @@ from math import fsum, sqrt
 from uneven.policy.axis import Axis
 from uneven.policy.claims import HANDOVER_MS, Claiming
 from uneven.policy.late import ENOUGH, is_late
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import LocalSGDConfig, Windows
 from uneven.simulate.cluster import Job
 from uneven.simulate.draws import Draws
 from uneven.simulate.exact_run import COMMUNICATION, COMPUTE, IDLE, WAIT, spend_evaluation

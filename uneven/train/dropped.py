@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from uneven.errors import NotFiniteError
 from uneven.policy.axis import Part
-from uneven.policy.windows import RoundReport
+from uneven.policy.round_report import RoundReport
 from uneven.step.finite import Cause, Fault, Verdict
 from uneven.train.status import RankStatus
 

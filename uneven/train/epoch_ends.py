@@ -8,7 +8,7 @@ lost rank interrupts is still in it, and is redone from its start (train/elastic
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from uneven.policy.windows import RoundReport
+from uneven.policy.round_report import RoundReport
 from uneven.train.engine import Engine
 from uneven.train.synchronizer import EpochEnd
 

@@ -13,10 +13,11 @@ from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
-from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine

@@ -19,9 +19,10 @@ from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
-from uneven.policy.windows import RoundReport, Windows
+from uneven.policy.windows import Windows
 from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.elastic.local_state import LocalState

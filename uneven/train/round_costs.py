@@ -1,7 +1,7 @@
 """What a round of a local policy cost one rank: its times, for the controller, the timeline and the benchmarks."""
 
 from uneven.average.background import RoundResult
-from uneven.policy.windows import RoundReport
+from uneven.policy.round_report import RoundReport
 from uneven.timeline.record import Recorder
 
 

@@ -12,7 +12,7 @@ import torch
 from uneven.comm.gather import gather_json
 from uneven.policy.lineage import Lineage
 from uneven.policy.recorded import Round
-from uneven.policy.windows import RoundReport
+from uneven.policy.round_report import RoundReport
 from uneven.train.engine import Engine
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from uneven.config import Every
 from uneven.policy.events import Events
 from uneven.policy.recorded import RecordedWindows
+from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import first_free_slot
-from uneven.policy.windows import RoundReport, Windows
+from uneven.policy.windows import Windows
 from uneven.train.synchronizer import Wish, wished
 
 
