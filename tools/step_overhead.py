@@ -56,7 +56,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "gather": [(TensorFeed, "open")],
     "backward": [(Tensor, "backward")],
     "recorder": [(Recorder, "enter")],
-    "learning rate": [(Engine, "set_lr")],
+    "learning rate": [(Engine, "begin_slot")],
     "backup": [(EagerStep, "begin")],
     "zero gradients": [(EagerStep, "_zero_gradients")],
     "loss": [(EagerStep, "weigh")],
