@@ -161,6 +161,18 @@ def test_at_start_up_there_is_nothing_to_save_and_a_second_one_ends_the_ranks(st
     ended_by_signal(start("endless"), lambda lines: lines.count("step") == 2, signal.SIGTERM, times=2)
 
 
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_a_script_that_is_stopped_before_it_calls_uneven_says_that_nothing_was_trained(
+    tmp_path: Path, devices: str
+) -> None:
+    script = "import os, threading, uneven\nos.write(1, b'step\\n')\nthreading.Event().wait()\n"
+    command = [*STARTS["uneven run"][:-1], devices]
+    code, _, errors = signalled(tmp_path, script, number=signal.SIGINT, command=command)
+    assert code == 130, errors
+    assert "stopped before its first step" in errors
+    assert "Traceback" not in errors
+
+
 def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
     code, said, errors = signalled(tmp_path, LOOP, "inside", command=STARTS["uneven run"])
     assert code == 143, errors

@@ -10,13 +10,13 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
-from uneven.errors import InputError, StoppedError, Terminated
+from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
 from uneven.files import check_resumed_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
@@ -165,7 +165,8 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
     set_process_context(context)
     hand_down(order.get("plan"))
     try:
-        execute(Script.from_json(order))
+        with _told_if_never_begun(context):
+            execute(Script.from_json(order))
         _end_as_python_does()
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -201,12 +202,24 @@ def _execute_here(
     set_process_context(context)
     hand_down(plan)
     try:
-        execute(script)
+        with _told_if_never_begun(context):
+            execute(script)
     except SystemExit as error:
         if error.code in (None, 0):
             _warn_unused(context, script, settings)
         raise
     _warn_unused(context, script, settings)
+
+
+@contextmanager
+def _told_if_never_begun(context: "ProcessContext") -> Iterator[None]:
+    """Of a script that is stopped while it still loads its modules and data: no run is there to say anything."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated):
+        if not context.was_used and context.rank == 0:
+            print(f"uneven: {NOTHING_TRAINED}", file=sys.stderr)
+        raise
 
 
 def _warn_unused(context: "ProcessContext", script: Script, settings: Mapping[str, Any]) -> None:
