@@ -75,6 +75,7 @@ def test_a_machine_with_torch_and_no_gpu_is_fine() -> None:
     assert all(len(line) <= 80 for line in lines)
     assert lines[-1] == "All fine."
     assert "Note: no NVIDIA GPU" in done.stdout
+    assert "ranks here use shared memory" in " ".join(done.stdout.split())
 
 
 def test_a_bare_machine_reports_and_says_what_to_install() -> None:

@@ -177,7 +177,8 @@ def _docker(diagnosis: "Diagnosis") -> str:
 
 
 def _no_nccl(diagnosis: "Diagnosis") -> str:
-    return "not in this build" + ("" if diagnosis.gpus.gpus else " (needs CUDA GPUs; ranks here use gloo)")
+    instead = "" if diagnosis.gpus.gpus else " (needs CUDA GPUs; ranks here use shared memory, gloo between machines)"
+    return f"not in this build{instead}"
 
 
 def _network(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
