@@ -68,7 +68,8 @@ def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
     _draw_texts(chart, curves)
     seconds = _window_ns(end_ns) / 1e9
     chart.notes.append(
-        f"A full lane is 100 %, but where it says more (100 % for each core). Means over about {seconds:.2g} s."
+        "A lane is full at 100 %, unless its text says otherwise (a process has 100 % for each core). "
+        f"Means over about {seconds:.2g} s."
     )
     return chart
 
