@@ -67,13 +67,13 @@ def test_processes_that_ended_well_end_the_watch(store: Any, tmp_path: Path) -> 
     watch(store, tmp_path, 0, 0)
 
 
-def test_a_failed_process_is_named_by_its_present_rank_and_its_member(store: Any, tmp_path: Path) -> None:
+def test_a_failed_process_is_named_by_its_present_rank(store: Any, tmp_path: Path) -> None:
     """Ranks change when machines come and go: process 1 of this launcher may be rank 0."""
     beat(store, MEMBERS[1], rank=0)
     fail(tmp_path, 1, 5.0, "broken")
     with pytest.raises(RankError, match=r"rank 0 \(cpu@0.4 on .*failed: ValueError: broken") as caught:
         watch(store, tmp_path, 0, 1)
-    assert f"Traceback of {MEMBERS[1]}:\nin broken" in str(caught.value)
+    assert "\n\nIts traceback:\nin broken" in str(caught.value)
 
 
 def test_the_first_error_that_is_not_about_a_lost_peer_is_the_cause(store: Any, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_the_same_error_at_the_same_slot_twice_ends_the_run_with_its_traceback(c
     cluster.at[4] = cluster.end(2, 1, **error)
     with pytest.raises(RankError, match=r"rank 2 .*failed: ValueError: bad sample\n  at train.py:7 in step") as caught:
         cluster.watch()
-    assert f"Traceback of {MEMBERS[2]}:\nin step" in str(caught.value)
+    assert "\n\nIts traceback:\nin step" in str(caught.value)
 
 
 def test_a_broken_connection_alone_makes_a_new_generation_of_all(cluster: Cluster) -> None:

@@ -39,7 +39,7 @@ def find_cause(
         # All ranks raise those alike, and they name the rank or machine that is the cause.
         return kind(error["message"] if kind in (NotFiniteError, RefusedError) else f"{name}: {error['message']}")
     what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "") + because(refusal)
-    return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")
+    return RankError(f"{name} failed: {what}\n\nIts traceback:\n{error['traceback']}")
 
 
 def because(refusal: str | None) -> str:
