@@ -123,7 +123,7 @@ def test_a_full_disk_costs_the_save_and_says_what_is_needed(
         )
         assert f", on rank {failing}" in line or failing == 0
         assert " MB are free in " in line
-        assert line.endswith(f"training goes on, the last whole checkpoint is {before}")
+        assert line.endswith(f"training is not affected, the last whole checkpoint is {before}")
         assert savers[1].take_notes() == []
         assert [name for name in names_in(tmp_path) if "failed" not in name] == ["step-4"]
     assert {path.name: path.read_bytes() for path in before.iterdir()} == content
@@ -254,6 +254,6 @@ def test_whatever_take_or_after_raise_training_goes_on(tmp_path: Path, make_save
     saver.start(tmp_path / "step-8", taking(0), unable)
     saver.finish()
     assert saver.take_notes() == [
-        f"after saving {tmp_path / 'step-8'}: no space left ({tmp_path.name}); training goes on"
+        f"after saving {tmp_path / 'step-8'}: no space left ({tmp_path.name}); training is not affected"
     ]
     assert saver.saved == [tmp_path / "step-8"]

@@ -158,7 +158,7 @@ class Saver:
                 save.after()
         except Exception as error:
             if not self.is_closing:
-                self._note(f"after saving {save.folder}: {_reason(error)}; training goes on")
+                self._note(f"after saving {save.folder}: {_reason(error)}; training is not affected")
 
     def _write(self, save: _Save) -> None:
         part, whole = save.take()
@@ -211,7 +211,8 @@ class Saver:
             except RefusedError:
                 pass  # rank 0 has ended its saves
             except WireError:
-                self._note(f"checkpoint {save.folder} is not saved: {reason}, on {self._place}; training goes on")
+                what = f"checkpoint {save.folder} is not saved: {reason}, on {self._place}"
+                self._note(f"{what}; training is not affected")
             return
         mark = failure_mark(save.partial)
         is_told = mark.exists()
@@ -237,7 +238,7 @@ class Saver:
         state = "there is no whole checkpoint yet" if last is None else f"the last whole checkpoint is {last}"
         return (
             f"checkpoint {save.folder} is not saved: {reason}; it needs about {save.needed / 1e6:,.1f} MB and "
-            f"{free / 1e6:,.1f} MB are free in {parent}; training goes on, {state}"
+            f"{free / 1e6:,.1f} MB are free in {parent}; training is not affected, {state}"
         )
 
     def _note(self, line: str) -> None:

@@ -275,7 +275,7 @@ def test_a_part_that_does_not_arrive_costs_the_save_and_names_the_host(
     (line,) = [line for line in lab.lines[0] if "not saved" in line]
     assert "on lab-b" in line
     assert line.startswith(f"checkpoint {lab.a / 'run/step-4'} is not saved: ")
-    assert line.endswith("training goes on, there is no whole checkpoint yet")
+    assert line.endswith("training is not affected, there is no whole checkpoint yet")
     assert sorted(path.name for path in (lab.a / "run").iterdir()) == sorted([".uneven", *_steps(state.slot)[1:]])
 
 
