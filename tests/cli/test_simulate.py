@@ -44,6 +44,7 @@ def test_the_table_the_document_and_the_page_tell_the_same(
     for result in document["results"]:
         assert rows[result["policy"]][3] == f"{result['efficiency']:.3f}"
         assert f"efficiency {result['efficiency']:.3f}" in html
+        assert f"{result['samples_per_s']:,.0f} samples/s" in html
         assert sum(result["time"].values()) == pytest.approx(1.0)
         assert [kind["name"] for kind in result["kinds"]] == ["fast GPU", "slow GPU"]
     assert [result["policy"] for result in document["results"]] == ["equal", "sync", "balanced", "cadence", "async"]

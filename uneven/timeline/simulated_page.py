@@ -63,7 +63,7 @@ def _policies(found: Sequence[Simulated]) -> str:
             if one.mean(state) >= 0.0005
         )
         epoch = f"{one.seconds_per_epoch:,.1f} s an epoch" if math.isfinite(one.seconds_per_epoch) else "no epoch"
-        told = f"efficiency {one.efficiency:.3f}, {epoch}, {one.samples_per_s:,.0f} /s"
+        told = f"efficiency {one.efficiency:.3f}, {epoch}, {one.samples_per_s:,.0f} samples/s"
         faults = f"; {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples trained again"
         rows.append(
             f'<div class="policy"><p><b>{_name(one)}</b> <span>{told}</span></p><div class="time">{parts}</div>'
