@@ -221,12 +221,29 @@ def test_units_are_whole_only_while_they_compute() -> None:
 
 @pytest.mark.parametrize(
     ("order", "words"),
-    [((1, 0, 2), "'blocks.1' was called where 'blocks.0'"), ((0, 1), "'blocks.2' was not called"), ((0, 0, 1), "once")],
+    [
+        ((1, 0, 2), "'fsdp': block blocks.1 was called where blocks.0 was due.*fsdp_units.*zero2"),
+        ((0, 1), "'fsdp': block blocks.2 was not called.*fsdp_units.*zero2"),
+        ((0, 0, 1), "once"),
+    ],
 )
 def test_units_out_of_order_are_told(order: Sequence[int], words: str) -> None:
     strategy = wrapped(SoloGroup(), Tower(order))
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(InputError, match=words):
         strategy.module(batch(0))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jvp])
+def test_a_transform_of_torch_func_around_the_model_is_refused(transform: Any) -> None:
+    strategy, x = wrapped(SoloGroup(), Tower()), batch(0)
+
+    def total(x: Tensor) -> Tensor:
+        found: Tensor = strategy.module(x).sum()
+        return found
+
+    given: dict[Any, Any] = {torch.func.vjp: (total, x), torch.func.jvp: (total, (x,), (x,))}
+    with pytest.raises(InputError, match=r"transform of torch.func.*zero2"):
+        torch.func.grad(total)(x) if transform is torch.func.grad else transform(*given[transform])
 
 
 def test_evaluation_leaves_nothing_unsharded_and_training_goes_on() -> None:
@@ -287,7 +304,7 @@ def test_shared_params_belong_to_the_root_and_units_do_not_overlap() -> None:
     assert any(param is model.blocks[1].up.weight for param in root[1])
     assert first[0] == "blocks.0"
     assert all(param is not model.blocks[1].up.weight for param in first[1])
-    with pytest.raises(ValueError, match="share modules"):
+    with pytest.raises(InputError, match=r"the same Block.*fsdp_units.*zero2"):
         params_by_unit(model, [model.blocks[0], model.blocks])
     with pytest.raises(ValueError, match="requires a gradient"):
         wrapped(SoloGroup(), Tower().requires_grad_(False))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.optim import Optimizer
 
 from uneven.comm.joined import AnyGroup, as_group
@@ -38,6 +39,11 @@ from uneven.parallel.strategy import (
 from uneven.parallel.survivors import SurvivesLosses, gatherer
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
 from uneven.policy.redundancy import Copies
+
+BLOCKS = (
+    "all ranks must call each once and in one order; choose others (in fit by a method fsdp_units() of the model, else "
+    "by units=), or use strategy='zero2'"
+)
 
 
 class FSDP(TakesOptimizer, SurvivesLosses):
@@ -184,6 +190,11 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             # Where the checkpoint goes on behind the unit, no gradient has asked for its params yet.
             self._pre_backward(place)
             return None
+        if any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in get_interpreter_stack() or ()):
+            raise InputError(
+                "strategy='fsdp': the train step calls the model inside a transform of torch.func (grad, jvp), which "
+                "cannot see params that are gathered meanwhile; use strategy='zero2'"
+            )
         if place == 0:
             self._unshard_order.reset()  # a forward that had no backward
             self._called = 0
@@ -191,9 +202,8 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             self._is_over = False
         if place != self._called:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
-            raise RuntimeError(
-                f"unit {self._units[place].name!r} was called where {due!r} was due: every unit is called once, in the "
-                "order of units=; choose others (in fit: by a method fsdp_units() of the model)"
+            raise InputError(
+                f"strategy='fsdp': block {self._units[place].name} was called where {due} was due, and {BLOCKS}"
             )
         self._called += 1
         if not torch.is_grad_enabled():
@@ -211,9 +221,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         forward_only = not torch.is_grad_enabled()
         self._unshard_order.post_forward(place, forward_only)
         if place == 0 and self._called < len(self._units):
-            raise RuntimeError(
-                f"unit {self._units[self._called].name!r} was not called: every rank must call all units"
-            )
+            raise InputError(f"strategy='fsdp': block {self._units[self._called].name} was not called, and {BLOCKS}")
         if place == 0 and forward_only:
             self._unshard_order.finish(forward_only)
         pre_backward = partial(_call_for_gradient, weakly(self._gradient_came), place)

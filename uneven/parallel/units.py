@@ -7,6 +7,7 @@ from torch import nn
 
 from uneven.comm.group import Group
 from uneven.comm.work import WorkList
+from uneven.errors import InputError
 from uneven.parallel.flat_shards import ReshardableShards, group_by_kind
 from uneven.policy.redundancy import Copies
 
@@ -126,7 +127,10 @@ def params_by_unit(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[
     for number, unit in enumerate(chosen, 1):
         for module in unit.modules():
             if unit_of.setdefault(id(module), number) != number:
-                raise ValueError(f"units must not share modules, but two of them contain a {type(module).__name__}")
+                raise InputError(
+                    f"strategy='fsdp': two blocks contain the same {type(module).__name__}; take what holds both "
+                    "(in fit by a method fsdp_units() of the model, else by units=) as one, or use strategy='zero2'"
+                )
     names = {id(module): name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
