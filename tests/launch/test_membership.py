@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import Silent
 from uneven.comm.group import Group
-from uneven.comm.store import TCPStore, get_text, open_store
+from uneven.comm.store import TCPStore, get_text, open_store, under
 from uneven.config import RunConfig
 from uneven.errors import GroupLostError, Left, RefusedError
 from uneven.hardware.device import parse_devices
@@ -387,3 +387,13 @@ def test_who_joins_a_loop_of_the_users_own_waits_until_it_is_let_in() -> None:
     assert (membership.deferred, membership.is_stale(1), aborted) == (0, True, ["number 3"])
     membership.announce(of("a", "b", "d", "e", number=4))
     assert (membership.deferred, membership.is_stale(3), aborted[1:]) == (0, True, ["number 4"])
+
+
+def test_a_rank_that_was_given_up_between_two_runs_does_not_wait_for_the_others(launcher: Launcher) -> None:
+    """Its script has caught the error of a run that the others finish without it: it waited for 30 minutes."""
+    place = launcher.place(0)
+    waits = on_thread(lambda: place.await_peers(under("start/2", launcher.store)))
+    await_key(launcher.store, "start/2/here/0")
+    launcher.publish(0)
+    with pytest.raises(GroupLostError, match="this rank was given up, and the others go on: lost"):
+        waits()

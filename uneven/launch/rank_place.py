@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from uneven.comm.group import Group
-from uneven.comm.store import get_text
+from uneven.comm.store import Forming, Store, get_text
 from uneven.config import RunConfig
 from uneven.errors import GroupLostError
 from uneven.hardware.roster import Roster
@@ -101,6 +101,22 @@ class RankPlace:
         number = int(get_text(store, GENERATION_KEY) or 0)
         if number > self.generation:
             self.adopt(Generation.from_json(json.loads(store.get(roster_key(number)))))
+
+    def await_peers(self, store: Store) -> None:
+        """Before a run's ranks compare anything: until all have come. GroupLostError where the others never will.
+
+        A script may catch the error of a run that failed in this rank alone and begin another one, while the others go
+        on with the first, without this rank, and are fewer when they begin.
+        """
+        store.set(f"here/{self.environment.rank}", "1")
+        keys = [f"here/{rank}" for rank in range(self.environment.world_size)]
+
+        def have_come() -> bool:
+            if self.newest is not None and self.environment.member not in self.newest.members:
+                self.adopt(self.newest)
+            return bool(store.check(keys))
+
+        Forming().poll(have_come)
 
     def adopt(self, generation: Generation) -> None:
         """From now on this process is one of these ranks, also in the next run of the same script."""

@@ -49,6 +49,8 @@ def plan_together(task: Task, config: RunConfig, context: ProcessContext, roster
     rank, ranks = context.environment.rank, len(roster.devices)
     context.starts += 1  # all ranks count alike
     store = context.environment.connect(f"start/{context.starts}")
+    if context.environment.is_launched:
+        context.ranks.await_peers(store)
     meeting = _Meeting(store, rank, roster)
     meeting.compare([f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")])
     if config.resume is None and config.replay is None:
