@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.train.test_apply_strategy import WORDS, Reader, next_token
-from tests.train.test_gradient_sync import Net, assert_exact, mean_loss, params, train
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, assert_exact, mean_loss, params, train
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 
@@ -52,6 +52,26 @@ def test_an_embedding_that_scales_its_rows_in_forward_is_refused(name: str) -> N
 
     with pytest.raises(InputError, match=r"^table has max_norm=0.1: its forward changes weights by the samples of one"):
         train(2, make_model=Scaling, step=step, strategy=name)
+
+
+@pytest.mark.parametrize("name", ["ddp-bucketed", "zero1", "zero2"])
+def test_an_optimizer_of_sparse_gradients_alone_is_refused_by_the_ranks_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `uneven run` and in a loop of the user's own no launcher tries the optimizer beforehand."""
+
+    def step(model: nn.Embedding, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[1]), batch[1])
+
+    monkeypatch.setitem(OPTIMIZERS, "sparse", torch.optim.SparseAdam)
+    with pytest.raises(InputError, match=r"SparseAdam takes sparse gradients alone.*sums dense ones.*cadence"):
+        train(
+            2,
+            make_model=lambda dtype: nn.Embedding(3, 3, sparse=True, dtype=dtype),
+            optimizer="sparse",
+            step=step,
+            strategy=name,
+        )
 
 
 def test_sequence_refuses_a_train_step_that_reads_whole_params_by_itself() -> None:

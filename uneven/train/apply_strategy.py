@@ -28,6 +28,7 @@ from uneven.step.finite import OwnCheck
 from uneven.step.no_trace import no_trace
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
+from uneven.train.built import check_dense
 from uneven.train.elastic.settle_shards import load_whole_state
 from uneven.train.engine import Engine
 
@@ -50,8 +51,11 @@ def apply_strategy(
     config = engine.config
     _refuse_max_norm(engine.model)
     if isinstance(engine.eager, SeveralSteps):
+        for member in engine.eager.optimizers.members.values():
+            check_dense(member, config)
         engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
+    check_dense(engine.optimizer, config)
     check_optimizer(config.strategy, engine.optimizer, config.redundancy)
     if isinstance(engine.optimizer, MuonAdamW):
         return _apply_muon(engine, group, num_stats, speeds)
