@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup, TorchGroup
-from uneven.comm.lost import Lost
+from uneven.comm.lost import Lost, as_lost
 from uneven.comm.store import open_store
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import GroupLostError, RankError
@@ -169,14 +169,14 @@ class Failing:
     ],
 )
 @pytest.mark.parametrize("kind", [Work, GlooWork])
-def test_a_peer_that_is_gone_is_a_lost_group_in_the_same_words(kind: type[Work], words: str) -> None:
+def test_a_peer_that_is_gone_is_a_lost_group_in_the_transport_s_words(kind: type[Work], words: str) -> None:
     lost = Lost()
     work = kind(Failing(RuntimeError(words)), torch.zeros(1), Traffic(), lost)
     future = work.get_future()
     for _ in range(2):
         with pytest.raises(GroupLostError) as raised:
             work.wait()
-        assert str(raised.value) == words
+        assert str(raised.value) == words.partition("] ")[2]
     assert work.is_completed()
     assert lost.is_lost
     assert lost.error is None, "another group may still complete what the peer had sent"
@@ -214,3 +214,12 @@ def test_an_abort_ends_a_wait_over_gloo_and_comes_before_what_was_closed_with_it
     lost.abort("later")
     with pytest.raises(GroupLostError, match="rank 2 is silent"):
         lost.check()
+
+
+def test_a_lost_peer_is_told_without_the_transport_s_own_places_and_advice() -> None:
+    said = (
+        "[/src/gloo/transport/tcp/pair.cc:537] Read error [192.0.2.3]:54956: Connection timed out. This is typically "
+    )
+    lost = as_lost(RuntimeError(said + "caused by a remote worker hanging or bugs in the application. Check the logs."))
+    assert isinstance(lost, GroupLostError)
+    assert str(lost) == "Read error [192.0.2.3]:54956: Connection timed out"

@@ -18,6 +18,8 @@ LOST_FREE_S = 0.5  # ... or where one is whose connections are cut
 _WRONG_BITS = re.compile(r"verify: chunk \d+ of rank (\d+) arrived with another checksum")
 # What Gloo and sockets say of a peer that is gone. Other errors (a CUDA device, a wrong argument) are no lost group.
 _PEER = re.compile(r"gloo/transport|connection|\bpeer\b|socket|timed out|broken pipe|unreachable", re.IGNORECASE)
+# What Gloo says around that: its own file and line, and to look at other logs.
+_NOISE = re.compile(r"^\[[^\]]*\.(?:cc|h):\d+\] |\. This (?:is|may be) typically caused by .*", re.DOTALL)
 
 
 class Lost:
@@ -50,10 +52,10 @@ class Lost:
 
 
 def as_lost(error: RuntimeError) -> RuntimeError:
-    """A GroupLostError in the same words where a transport says that a peer is gone; else the error itself."""
+    """A GroupLostError in its own words where a transport says that a peer is gone; else the error itself."""
     if type(error).__module__.startswith("uneven.") or not _PEER.search(str(error)):
         return error
-    return GroupLostError(str(error))
+    return GroupLostError(_NOISE.sub("", str(error)))
 
 
 def describe_wrong(number: int, writer: int) -> str:
