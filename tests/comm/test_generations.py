@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ import torch
 from tests.forked import ForkedPopen
 from uneven.comm import form
 from uneven.comm.form import form_group
+from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group, SoloGroup
+from uneven.comm.sockets import SILENCE_S, Connections
 from uneven.comm.store import Store, open_store, reach_store, under
 from uneven.errors import GroupLostError
 
@@ -203,6 +206,37 @@ def test_forming_is_given_up_while_gloo_connects(monkeypatch: pytest.MonkeyPatch
         if thread.name == "uneven-connect":
             thread.join(60)
             assert not thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found in /proc")
+def test_a_connection_of_gloo_ends_where_nothing_is_acknowledged_for_a_while() -> None:
+    """A way between two machines that drops all packets, while both reach the leader, held the run for 15 minutes."""
+
+    def rank(number: int, store: Store) -> None:
+        group = form_group(under("it", store), number, 2, torch.device("cpu"), "gloo", False, generation=1)
+        group.all_reduce(torch.ones(3)).wait()
+        assert isinstance(group, GlooGroup)
+        limits_ms = {
+            one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            for one in group._formed._connections._sockets()
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        }
+        group.close()
+        assert limits_ms == {1000 * SILENCE_S}
+
+    on_two(rank)
+
+
+def test_a_connection_that_a_peer_has_closed_already_keeps_no_other_from_being_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = socket.socketpair()
+    with socket.socket() as closed, one, other:
+        monkeypatch.setattr(Connections, "_sockets", lambda _: iter([closed, one]))
+        connections = Connections(0, 2)
+        connections.limit_silence()
+        connections.cut()
+        assert other.recv(1) == b""
 
 
 def test_whoever_is_left_alone_has_a_group_of_one_and_hears_of_a_newcomer() -> None:

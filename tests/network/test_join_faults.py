@@ -147,6 +147,21 @@ def test_a_firewall_between_two_others_is_found_before_the_start(tmp_path: Path)
         assert_empty(machines)
 
 
+def test_a_way_between_two_others_that_carries_nothing_more_ends_the_run(tmp_path: Path) -> None:
+    """All ranks live and reach the leader, and wait for each other: TCP alone tries again for a quarter of an hour."""
+    with network(tmp_path, 3) as machines:
+        first, second, third = machines
+        leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER, nodes="3", cwd=tmp_path)
+        nodes = [join(one, first, "--devices", "cpu", cwd=tmp_path) for one in (second, third)]
+        read_until(leader, "epoch 2/")
+        second.drop_from(third)
+        for code, output in [end(process, 240.0) for process in (leader, *nodes)]:
+            assert code == 1
+            assert "lost each other 6 times" in output
+            assert "'uneven preflight' tests the ways between the machines" in output
+        assert_empty(machines)
+
+
 def test_a_machine_with_the_second_family_alone_trains_with_one_that_has_both(tmp_path: Path) -> None:
     """The leader's interface has an IPv4 address too, and Gloo would take that one."""
     with network(tmp_path, 2, names="unresolvable", family="dual") as machines:

@@ -139,6 +139,7 @@ class _Formed:
         if failed:
             raise GroupLostError(f"a peer was lost while the group was formed: {failed[0]}") from failed[0]
         made[0]._set_default_timeout(GROUP_TIMEOUT)
+        self._connections.limit_silence()
         return made.pop()
 
     def abort(self, why: str) -> None:

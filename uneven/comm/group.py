@@ -162,6 +162,7 @@ class TorchGroup:
         with gloo_to_stderr():
             formed, own = listening_since(form, count_devices())
         self._connections.add(under(f"connections/{len(self._family)}", self._store), own, Forming())
+        self._connections.limit_silence()
         return formed
 
     def _connect(self) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from uneven.comm.store import Forming, Store
 
+SILENCE_S = 30  # in which a way between two machines must carry something
 _LISTENS = "0A"
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
@@ -42,16 +43,36 @@ class Connections:
             if other != self._rank:
                 self._peers += json.loads(store.get(key))
 
+    def limit_silence(self) -> None:
+        """Let the kernel end a connection on which a peer's machine acknowledges nothing for `SILENCE_S`.
+
+        Where packets between two machines are dropped that both reach the leader, no heartbeat is missing, all ranks
+        wait for others, and TCP by itself tries again for a quarter of an hour. A stopped process is none of this: its
+        kernel answers.
+        """
+        for copy in self._sockets():
+            with suppress(OSError):  # a system that lacks one of them
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 3)
+                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)
+
     def cut(self) -> None:
-        """Shut down all that came in at this rank's addresses or go out to the peers'."""
+        """Shut down all of them."""
+        for copy in self._sockets():
+            with suppress(OSError):  # the peer has closed it
+                copy.shutdown(socket.SHUT_RDWR)
+
+    def _sockets(self) -> Iterator[socket.socket]:
+        """What came in at this rank's addresses or goes out to the peers'; each is valid until the next."""
         own, peers = set(self._own), set(self._peers)
-        doomed = {inode for local, to, state, inode in _rows() if state != _LISTENS and (local in own or to in peers)}
-        for fd, inode in _sockets() if doomed else ():
-            if inode in doomed:
-                # By a copy, which stays the same socket if Gloo closes its own meanwhile.
+        wanted = {inode for local, to, state, inode in _rows() if state != _LISTENS and (local in own or to in peers)}
+        for fd, inode in _sockets() if wanted else ():
+            if inode in wanted:
+                # A copy, which stays the same socket if Gloo closes its own meanwhile.
                 with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
                     if os.fstat(copy.fileno()).st_ino == inode:
-                        copy.shutdown(socket.SHUT_RDWR)
+                        yield copy
 
 
 def listening_since(make: Callable[[], T], count: int) -> tuple[T, list[str]]:

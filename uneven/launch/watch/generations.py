@@ -128,9 +128,11 @@ class Generations:
         self._repeats = self._repeats + 1 if done <= self._done else 1
         self._done = done
         if self._repeats > MOST_REPEATS:
+            several = len(self.present.roster.hosts) > 1
             raise RankError(
                 f"the ranks have lost each other {self._repeats} times without a step or round in between, though "
                 f"all of them run: {cause}"
+                + ("; 'uneven preflight' tests the ways between the machines" if several else "")
             )
         return self._publish(self.present.roster, self.present.members, f"{cause}: all ranks start a new group")
 
