@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.forked import run_forked
+from tests.launch.fake_processes import FakeProcesses
 from uneven import Ddp, TensorData, TrainedState, fit
 from uneven.comm.store import open_store
 from uneven.errors import StoppedError
@@ -199,18 +200,9 @@ def test_what_a_rank_got_and_what_this_process_gets_later_are_one_request(monkey
 
 
 def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_that_never_began(tmp_path: Path) -> None:
-    class Processes:
+    class Processes(FakeProcesses):
         def exit_codes(self) -> list[int | None]:
             return [None, -signal.SIGTERM]
-
-        def lost(self) -> dict[int, str]:
-            return {}
-
-        def stopped(self) -> set[int]:
-            return set()
-
-        def give_up(self, number: int) -> None:
-            raise AssertionError(f"process {number} has ended")
 
     store, _ = open_store()
     requests, processes, roster = Requests(), Processes(), Roster.on_one_machine(parse_devices("cpu,cpu"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.fake_processes import FakeProcesses
 from uneven.comm.store import get_text, open_store
 from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
@@ -27,7 +28,7 @@ MEMBERS = ["a", "b"]
 ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu"))
 
 
-class Processes:
+class Processes(FakeProcesses):
     """Two ranks whose heartbeats come as late as they like: `beats` are sent one by one."""
 
     def __init__(self, store: Any, beats: list[dict[str, Any]]) -> None:
@@ -42,15 +43,6 @@ class Processes:
             for member in MEMBERS:
                 self._store.set(heartbeat_key(member), json.dumps(status))
         return [None, None]
-
-    def lost(self) -> dict[int, str]:
-        return {}
-
-    def stopped(self) -> set[int]:
-        return set()
-
-    def give_up(self, number: int) -> None:
-        raise AssertionError(f"nobody is lost: {number}")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.fake_processes import FakeProcesses
 from uneven import InputError
 from uneven.comm.store import open_store
 from uneven.errors import RankError
@@ -22,7 +23,7 @@ MEMBERS = ["host/cpu/aa", "host/cpu/bb"]
 ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu@0.4"))
 
 
-class Processes:
+class Processes(FakeProcesses):
     """Processes that have ended with these codes."""
 
     def __init__(self, codes: list[int | None]) -> None:
@@ -30,15 +31,6 @@ class Processes:
 
     def exit_codes(self) -> list[int | None]:
         return self._codes
-
-    def lost(self) -> dict[int, str]:
-        return {}
-
-    def stopped(self) -> set[int]:
-        return set()
-
-    def give_up(self, number: int) -> None:
-        raise AssertionError(f"process {number} has ended")
 
 
 @pytest.fixture
