@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from uneven.errors import InputError
+from uneven.parallel.elementwise import changes_nothing
 from uneven.step.several import OptimizerGroup
 from uneven.train.worker import Worker
 
@@ -20,6 +21,7 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
     """From now on, until the function that is returned is called: afterwards the optimizer is the script's again."""
     engine = worker.engine
 
+    @changes_nothing
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if engine.eager.precision.is_stepping:
@@ -30,7 +32,6 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
                 "devices and steps the optimizer, so take that call out of the loop"
             )
 
-    check.changes_nothing = True  # type: ignore[attr-defined]  # see parallel/elementwise.py
     made = engine.optimizer
     members = made.members.values() if isinstance(made, OptimizerGroup) else [made]
     handles = [optimizer.register_step_pre_hook(check) for optimizer in members]

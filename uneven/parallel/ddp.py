@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
+from uneven.parallel.elementwise import changes_nothing
 from uneven.parallel.flat_shards import FlatShards, checked_shares
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
@@ -307,5 +308,4 @@ def _refuse_late_params(strategy: "weakref.ref[Replicated]") -> Callable[..., No
                     "the strategy again"
                 )
 
-    hook.changes_nothing = True  # type: ignore[attr-defined]  # see elementwise.py
-    return hook
+    return changes_nothing(hook)

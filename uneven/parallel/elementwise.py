@@ -6,7 +6,9 @@ pieces without any error: with Adafactor by elements params ended 4e-2 from one 
 elementwise is cut, and everything else gets whole tensors.
 """
 
+from collections.abc import Callable
 from inspect import unwrap
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,7 +24,14 @@ BY_TENSOR: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 NEEDS_ELEMENTWISE = ("fsdp", "tensor", "sequence")  # strategies that have pieces of tensors only
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 DECLARED = "is_elementwise"  # an attribute with which an optimizer of the user's own says what it is
+
+
+def changes_nothing(hook: Hook) -> Hook:
+    """Decorator of a step hook of ours that only looks or waits: it does not count as one that may do anything."""
+    hook.changes_nothing = True  # type: ignore[attr-defined]
+    return hook
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

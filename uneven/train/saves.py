@@ -25,6 +25,7 @@ from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.config import MonitorMode, read_every
 from uneven.errors import InputError, NotFiniteError
+from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import RankPart, Whole
@@ -83,10 +84,10 @@ class Saves:
         if self._copies_late and not self._has_hooks:
             self._has_hooks = True
 
+            @changes_nothing
             def wait(*_: object) -> None:
                 self.wait_taken()
 
-            wait.changes_nothing = True  # type: ignore[attr-defined]  # see parallel/elementwise.py
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
                 optimizer.register_step_pre_hook(wait)
 
