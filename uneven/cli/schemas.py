@@ -135,7 +135,6 @@ SCHEMAS: dict[str, Schema] = {
     "join": {
         "leader": "text|192.0.2.10:29400",
         "devices": "text|auto",
-        "joined": "whole|1",
         "seconds": "number|612.4",
     },
     "leave": {

@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
 from uneven import Callback, fit
 from uneven.cli import main as command_line
 from uneven.errors import InputError, RankError
-from uneven.hardware.presence import Presence, Readings, Rules
 from uneven.launch import cleanup
 from uneven.launch.control import leave_requests
 from uneven.launch.control.ask import ask_to_leave, choose_run, engine_here
 from uneven.launch.control.leave_requests import Asked, RequestFiles, RunHere, await_readers, describe_run, find_runs
-from uneven.launch.nodes import departure
 from uneven.launch.nodes.departure import Departure
 from uneven.launch.nodes.remote import RemoteNode
 
@@ -136,11 +133,9 @@ class Line:
         self.sent.append(message)
 
 
-def departing(tmp_path: Path, readings: list[Readings] | None = None) -> tuple[Departure, Line, list[str]]:
+def departing(tmp_path: Path) -> tuple[Departure, Line, list[str]]:
     line, said = Line(), list[str]()
-    presence = None if readings is None else Presence(Rules(on_battery=False))
-    read: Callable[[], Readings] | None = None if readings is None else lambda: readings.pop(0)
-    return Departure(line, tmp_path, presence, said.append, read), line, said  # type: ignore[arg-type]
+    return Departure(line, tmp_path, said.append), line, said  # type: ignore[arg-type]
 
 
 def test_a_signal_asks_the_leader_and_where_it_refuses_the_run_stops(tmp_path: Path) -> None:
@@ -151,26 +146,6 @@ def test_a_signal_asks_the_leader_and_where_it_refuses_the_run_stops(tmp_path: P
     found.hear({"answer": "signal", "refused": "2 ranks are left, and min_ranks=3"})
     assert line.sent[1:] == [{"stop": signal.SIGTERM}]
     assert "min_ranks=3): it stops, and is saved" in said[-1]
-    found.has_left = True
-    assert not found.may_return
-
-
-def test_a_machine_that_is_needed_leaves_and_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departure, "POLL_S", 0.0)
-    now = datetime(2026, 1, 1)
-    batteries = [False, True, True, False, True]
-    found, line, said = departing(tmp_path, [Readings(5.0, now, on_battery=one) for one in batteries])
-    for expected in ([], ["leave"], [], ["stays"], ["leave"]):
-        before = len(line.sent)
-        found.look()
-        assert [next(iter(message)) for message in line.sent[before:]] == expected
-    assert line.sent[0] == {"leave": "needed", "waits": 1}
-    assert said[0] == "this machine is needed (it runs on battery): it hands in what it has trained and leaves"
-    found.hear({"answer": "needed", "waits": "1 rank is left, and min_ranks=2"})
-    assert said[-1] == "it cannot leave now (1 rank is left, and min_ranks=2): it stays until it can"
-    assert not found.may_return, "the run may end while it stays"
-    found.has_left = True
-    assert found.may_return
 
 
 def test_a_file_is_passed_on_to_the_leader_and_its_answer_back(tmp_path: Path) -> None:
@@ -194,8 +169,6 @@ def test_a_file_is_passed_on_to_the_leader_and_its_answer_back(tmp_path: Path) -
     found.hear(node.session.sent[-1])  # type: ignore[attr-defined]
     assert asked.answer() == {"left": "gone"}
     asked.close()
-    found.has_left = True
-    assert not found.may_return, "somebody wanted it to go"
 
 
 def test_a_machine_may_go_when_all_of_its_ranks_have_left_and_ended() -> None:

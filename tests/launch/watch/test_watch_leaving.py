@@ -104,18 +104,6 @@ def test_who_cannot_leave_is_told_why_and_stays(
     assert parting.generation is None
 
 
-def test_a_machine_that_is_needed_waits_until_it_can_leave(parting: Parting) -> None:
-    for status in parting.statuses:
-        status["min_ranks"] = 3
-    parting.at = {2: parting.ask(2, waits=True)}
-    parting.at[10] = lambda: [status.update(min_ranks=1) for status in parting.statuses]
-    parting.at[12] = parting.part(2)
-    parting.watch(16)
-    waits, left = parting.answers
-    assert waits == {"waits": "2 ranks are left, and min_ranks=3"}
-    assert "left" in left
-
-
 def test_a_request_that_is_withdrawn_leaves_all_as_it_is(parting: Parting) -> None:
     parting.at = {2: parting.ask(2), 4: lambda: setattr(parting, "is_withdrawn", True)}
     parting.watch(8)

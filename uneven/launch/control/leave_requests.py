@@ -18,7 +18,7 @@ from uneven.launch.cleanup import live_folders, process_start
 READ_S = 5.0  # for `uneven leave` to read its answer
 ENDS = "the run ends"  # why nobody leaves any more
 ABOUT = "run.json"  # what a run says about itself
-Answer = Mapping[str, Any]  # {"refused": why} or {"left": one line}, and once {"waits": why}
+Answer = Mapping[str, Any]  # {"refused": why} or {"left": one line}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,6 @@ class LeaveRequest:
     answer: Callable[[Answer], None]
     ranks: tuple[int, ...] | None = None
     may_be_elsewhere: bool = False  # asked on the leader's machine: any rank of the run
-    waits: bool = False  # where they cannot leave now they do as soon as they can
     is_urgent: bool = False  # a signal: where they cannot leave now, something else is done at once
     is_open: Callable[[], bool] = lambda: True  # False once it was withdrawn
 

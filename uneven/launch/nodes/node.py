@@ -1,8 +1,8 @@
 """`uneven join`: this machine takes part in a run that another one leads. It never loads torch; its ranks do.
 
 Script, arguments and settings come from the leader, devices are this machine's own. From the start to the end of the
-run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended. Whoever
-needs this machine asks its ranks to leave (launch/nodes/departure.py).
+run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended. They leave
+on purpose where somebody asks them to (launch/nodes/departure.py).
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
 from uneven.hardware.preflight import refuse_unsupported
-from uneven.hardware.presence import Presence
 from uneven.launch.cleanup import make_private_folder, remove, remove_left_on_disk
 from uneven.launch.control.leave_requests import await_readers
 from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
@@ -53,31 +52,23 @@ class JoinOptions:
     script: Path | None = None  # in place of the leader's path
     allow_ship: bool = False
     wait: float = WAIT_S
-    presence: Presence | None = None  # whether somebody needs this machine, where that counts
 
 
-def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: bool = False) -> bool:
-    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses.
-
-    Returns whether the ranks here have left because somebody needs this machine: they may come back. With `is_return`
-    they do; where nobody leads a run any more, that is no failure.
-    """
+def join_run(options: JoinOptions, say: Callable[[str], None]) -> None:
+    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses."""
     with terminated_while_waiting() as waiting:
-        return _join(options, say, waiting, is_return)
+        _join(options, say, waiting)
 
 
-def _join(options: JoinOptions, say: Callable[[str], None], waiting: Stoppable, is_return: bool) -> bool:
+def _join(options: JoinOptions, say: Callable[[str], None], waiting: Stoppable) -> None:
     address, port = split_place(options.place)
     try:
         session = Session(knock(address, port, options.token, options.wait))
     except InputError as error:
-        if is_return:
-            say(f"no run is led at {options.place} any more")
-            return False
         raise RefusedError(str(error)) from error
     folder = make_private_folder()
     try:
-        return Node(options, session, folder, (address, port), say, waiting).run()
+        Node(options, session, folder, (address, port), say, waiting).run()
     except WireError as error:
         raise RankError(f"the leader at {options.place} is lost: {error}") from error
     except (KeyboardInterrupt, Terminated) as error:
@@ -110,10 +101,9 @@ class Node:
         self._door = (*place, options.token)
         self._order: Mapping[str, Any] = {}
         self._leader = options.place
-        self._departure = Departure(session, folder, options.presence, say)
+        self._departure = Departure(session, folder, say)
 
-    def run(self) -> bool:
-        """Whether it has left because somebody needs this machine."""
+    def run(self) -> None:
         self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
         self._order = self._hear("order", timeout_s=ORDER_S)["order"]
         self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
@@ -136,7 +126,6 @@ class Node:
             self._train(placement, order, listing)
             if self._departure.has_left:
                 listing.close(LEFT)
-        return self._departure.may_return
 
     def _find_script(self) -> Script:
         """The leader's, at the same path below this folder or where the user says."""

@@ -86,7 +86,6 @@ class RemoteNode:
             self.ranks,
             partial(self._answer, name),
             None if ranks is None else tuple(int(rank) for rank in ranks),
-            waits=bool(message.get("waits")),
             is_urgent=bool(message.get("is_urgent")),
             is_open=lambda: name in self.asked,
         )

@@ -41,7 +41,6 @@ class Leaving:
         self._give_up, self._on_gone = give_up, on_gone
         self._open: dict[LeaveRequest, list[int]] = {}  # with the processes that it means, once they were told
         self._lines: dict[int, str] = {}  # of those who have gone
-        self._waits: set[LeaveRequest] = set()  # that were told so
         self._terminated: set[int] = set()
         self._since_s: float | None = None  # when ranks were first seen to part
         self.is_parting = False  # ranks wait for the generation without one of them
@@ -116,11 +115,7 @@ class Leaving:
             why = next(filter(None, known), why)
         if any(number in self._generations.joining for number in numbers):
             return  # it settles, which takes a moment
-        if why is not None and request.waits:
-            if request not in self._waits and why:
-                self._waits.add(request)
-                request.answer({"waits": why})
-        elif why or (why == "" and request.is_urgent):
+        if why or (why == "" and request.is_urgent):
             self._refuse(request, why or NOT_BEGUN)
         elif why is None:
             self._open[request] = numbers
@@ -146,7 +141,6 @@ class Leaving:
         present = set(self._generations.numbers)
         if not request.is_open():
             del self._open[request]
-            self._waits.discard(request)
             self._stay(told)
         elif not present & {*told}:
             self._answer_left(request, [self._lines.get(number, "") for number in told])
@@ -186,17 +180,10 @@ class Leaving:
         self._since_s, self.is_parting = None, False
         if (why := refusal({*handed})) is not None:  # another one was lost meanwhile
             for request in [request for request, meant in self._open.items() if {*meant} & {*handed}]:
-                self._put_off(request, why)
+                self._refuse(request, why)
             done = max(steps_done(self._ranks[number].status) for number in numbers)
             return self._generations.repeat(f"{self._names(handed)} cannot leave now ({why})", done)
         return self._let_go({number: int(samples) for number, samples in handed.items()})
-
-    def _put_off(self, request: LeaveRequest, why: str) -> None:
-        if request.waits:
-            self._stay(self._open[request])
-            self._open[request] = []
-        else:
-            self._refuse(request, why)
 
     def _let_go(self, handed: dict[int, int]) -> Generation:
         left = count_ranks(len(self._generations.numbers) - len(handed), "goes on", "go on")
