@@ -117,7 +117,7 @@ def test_files_and_functions_stay_small() -> None:
     for path in FILES:
         source = path.read_text()
         assert source.isascii(), path
-        assert source.count("\n") <= 400, path
+        assert source.count("\n") <= 600, path
         for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 70, f"{path}: {node.name} is too long"
@@ -151,7 +151,7 @@ def test_files_and_notes_that_docstrings_and_comments_name_are_there() -> None:
 
 def test_files_of_tests_stay_small_and_those_that_start_first_are_there() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        assert path.read_text().count("\n") <= 400, path
+        assert path.read_text().count("\n") <= 600, path
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
