@@ -119,11 +119,34 @@ def test_before_anybody_trains_the_bar_says_that_it_starts(last_frame) -> None: 
 
 
 def test_a_round_that_has_just_begun_has_no_loss_and_the_last_one_stays(last_frame) -> None:  # type: ignore[no-untyped-def]
-    no_loss = pair(3700, 1500, loss=float("nan"))
+    no_loss = pair(3700, 1500, loss=None)
     assert "loss 0.2500" in last_frame(pair(3600, 1400), no_loss)[0]
     assert "loss -" in last_frame(no_loss)[0]
     mixed = [status(3000, "cpu", loss=0.1), status(1000, "cpu@0.4", loss=0.5)]
     assert "loss 0.2000" in last_frame(mixed)[0]
+
+
+def test_a_loss_that_is_nan_is_shown_as_it_is(last_frame) -> None:  # type: ignore[no-untyped-def]
+    assert "loss nan" in last_frame(pair(3600, 1400), pair(3700, 1500, loss=float("nan")))[0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "shown"),
+    [((None,), "loss -"), ((0.125, None), "loss 0.1250"), ((0.125, float("nan")), "loss nan")],
+)
+def test_a_device_alone_shows_no_loss_until_there_is_one(
+    losses: tuple[float | None, ...],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    reporter = Reporter("bar", "solo")
+    reporter.started(Axis(TOTAL, 100, 1), "cpu")
+    for number, loss in enumerate(losses, 1):
+        reporter.stepped(1000 * number, 1000 * number, 2.0 * number, loss)
+    reporter.close()
+    assert f"samples/s  {shown}  " in capsys.readouterr().err
 
 
 def test_an_evaluation_is_named(last_frame) -> None:  # type: ignore[no-untyped-def]

@@ -125,6 +125,7 @@ def test_the_meter_gives_the_mean_over_all_units(train_step: Any) -> None:
     step(parts, 12)
     assert step.meter.glance() == pytest.approx(expected.item(), rel=1e-12)
     assert step.meter.take(SoloGroup()) == pytest.approx(expected.item(), rel=1e-12)
+    assert step.meter.glance() is None  # NaN is a loss that is NaN
     assert math.isnan(step.meter.take(SoloGroup()))  # empty again: not a number
 
 

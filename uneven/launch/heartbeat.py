@@ -176,7 +176,7 @@ class HeartbeatReport:
         self._add(total=axis.total_samples, epochs=axis.epochs, steps=axis.total, handles_stop=True)
         self._add(has_max_steps=axis.max_slots is not None)
 
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float | None) -> None:
         self._add(samples=samples, own=own_samples, seconds=training_s, loss=loss)
 
     def epoch_done(self, entry: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class SharedProgress:
         self._kept.started(axis, place)
         self._report.started(axis, place)
 
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float | None) -> None:
         self._kept.stepped(samples, own_samples, training_s, loss)
         self._report.stepped(samples, own_samples, training_s, loss)
 

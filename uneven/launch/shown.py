@@ -35,7 +35,7 @@ class RunReport:
             keep_logs_in(*self._logs)
         self._report.started(axis, place)
 
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float | None) -> None:
         self.kept.stepped(samples, own_samples, training_s, loss)
         self._report.stepped(samples, own_samples, training_s, loss)
 

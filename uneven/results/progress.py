@@ -7,7 +7,6 @@ with its share, its speed and, where params are averaged, its round. Devices of 
 of theirs, which has the section of them all. All of it goes to stderr: a script's own output stays clean.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -133,7 +132,7 @@ class Reporter:
         if bar is not None and all("own" in status for status in statuses):
             self._draw_ranks(bar, statuses, first)
 
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float | None) -> None:
         del own_samples
         if self._bar is None or len(self._tasks) > 1:  # `devices` draws the bar of the run, too
             return
@@ -141,7 +140,8 @@ class Reporter:
         if training_s - then_s >= 0.5:
             speed = (samples - before) / (training_s - then_s)
             self._last = (samples, training_s)
-            self._bar.update(self._tasks[0], completed=samples, speed=f"{speed:,.0f}", loss=f"loss {loss:.4f}")
+            self._loss = self._loss if loss is None else f"{loss:.4f}"
+            self._bar.update(self._tasks[0], completed=samples, speed=f"{speed:,.0f}", loss=f"loss {self._loss}")
         else:
             self._bar.update(self._tasks[0], completed=samples)
         if self._block is not None:
@@ -242,11 +242,13 @@ class Reporter:
         return [found[rank] for rank in range(len(statuses))]
 
     def _loss_or_phase(self, statuses: Sequence[dict[str, Any]]) -> str:
-        """The loss, or the phase where no rank trains. A rank that has just merged a round has no loss yet."""
+        """The loss, or the phase where no rank trains. A rank that has just merged a round has no loss yet: None.
+
+        A loss that is NaN is shown as it is."""
         phases = {status.get("phase") for status in statuses}
         if len(phases) == 1 and phases <= set(_NAMED_PHASES):
             return str(phases.pop())
-        known = [status for status in statuses if math.isfinite(status["loss"]) and status["own"]]
+        known = [status for status in statuses if status["loss"] is not None and status["own"]]
         if known:
             weighted = sum(status["loss"] * status["own"] for status in known)
             self._loss = f"{weighted / sum(status['own'] for status in known):.4f}"

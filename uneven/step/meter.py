@@ -21,7 +21,7 @@ class LossMeter:
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._loss_sum, self._count = self.totals.unbind()  # views: `totals[0] += loss` would run four operations
         self.known: list[tuple[float, float]] = []
-        self._latest = float("nan")
+        self._latest: float | None = None
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     def add(self, loss: Tensor, count: int | Tensor, samples: int = 1) -> None:
@@ -34,8 +34,10 @@ class LossMeter:
         rounded = self.totals.float().double()
         return torch.cat([rounded, self.totals - rounded])
 
-    def glance(self) -> float:
-        """The mean loss so far, without waiting for the device: on CUDA it may lag by one glance."""
+    def glance(self) -> float | None:
+        """The mean loss so far, None where there is none yet: NaN is a loss that is NaN.
+
+        Without waiting for the device: on CUDA it may lag by one glance."""
         if self.totals.device.type != "cuda":
             return self._mean(self.totals)
         if self._pending is not None and self._pending[1].query():
@@ -70,8 +72,8 @@ class LossMeter:
             self.totals += own.to(self.totals.device)  # for the next take, with whoever is left
             raise
         self.known = [(0.0, 0.0)] * len(self.known)
-        return found
+        return float("nan") if found is None else found
 
-    def _mean(self, totals: Tensor) -> float:
+    def _mean(self, totals: Tensor) -> float | None:
         loss_sum, count = totals.tolist()
-        return loss_sum / count if count else float("nan")
+        return loss_sum / count if count else None

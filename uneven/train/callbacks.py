@@ -88,8 +88,11 @@ class CallbackInfo:
 
     @property
     def loss(self) -> float:
-        """This rank's mean training loss since the last entry of the history; on CUDA it may lag a little."""
-        return self._engine.meter.glance()
+        """This rank's mean training loss since the last entry of the history, NaN where there is none yet.
+
+        On CUDA it may lag a little."""
+        loss = self._engine.meter.glance()
+        return float("nan") if loss is None else loss
 
     @property
     def lr(self) -> float | None:
