@@ -4,16 +4,20 @@ Called where a strategy or an optimizer of parallel/ is made by hand. Ranks of a
 torch counts those of a sub-group globally, and the translation is torch's own (`group_src`, `group_dst`).
 """
 
+import copy
+import inspect
+import uuid
 from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.gloo_address import BACKEND
+from uneven.comm.gather import broadcast_json
+from uneven.comm.gloo_address import BACKEND, make_options
 from uneven.comm.group import Group, SoloGroup, TorchGroup
-from uneven.comm.lost import Lost
-from uneven.comm.store import GROUP_TIMEOUT
+from uneven.comm.lost import Lost, free
+from uneven.comm.store import GROUP_TIMEOUT, Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import InputError
 
@@ -42,7 +46,7 @@ def as_group(group: AnyGroup) -> Group:
 
 
 class JoinedGroup(TorchGroup):
-    """The user's own group: it is not closed here, and has no counter of claims.
+    """The user's own group: it has no counter of claims, and `close` ends only those made from it by `new_group`.
 
     A group of NCCL alone has no collectives for host tensors, which small statistics are: those are sent by way of
     this rank's current CUDA device.
@@ -55,19 +59,26 @@ class JoinedGroup(TorchGroup):
         self.traffic = Traffic()
         self._lost = Lost()
         self._process_group = process_group
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(",") if ":" in pair)
-        self._has_host = "cpu" in backends
-        self._gloo_devices = [device for device, backend in backends.items() if backend in ("gloo", BACKEND)]
-        has_nccl = backends.get("cuda") == "nccl" and torch.cuda.is_available()
+        config = dist.get_backend_config(process_group)
+        self._backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)  # by kind of device
+        self._has_host = "cpu" in self._backends
+        self._gloo_devices = [device for device, name in self._backends.items() if name in ("gloo", BACKEND)]
+        has_nccl = self._backends.get("cuda") == "nccl" and torch.cuda.is_available()
         self._nccl = torch.device("cuda", torch.cuda.current_device()) if has_nccl else None
+        self._twins: list[JoinedGroup] = []
 
     def new_group(self) -> "JoinedGroup":
-        ranks = dist.get_process_group_ranks(self._process_group)
-        backend = dist.get_backend_config(self._process_group)
-        # Local synchronization: ranks of the world that are not in this group do not call this.
-        twin = JoinedGroup(dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True))
-        twin._lost = self._lost
+        """torch's own new_group wants every rank of the world, or with local synchronization as many groups on every
+        rank: it names the group by their number. So this one is unknown to torch, under a name that the ranks agree on.
+        """
+        self._lost.check()
+        name = broadcast_json(self, f"uneven/{uuid.uuid4().hex}")
+        store = under(name, dist.distributed_c10d._get_process_group_store(self._process_group))
+        twin = copy.copy(self)
+        twin.traffic, twin._twins = Traffic(), []
+        twin._process_group = _form(store, self.rank, self.world_size, self._backends)
         twin._connect()
+        self._twins.append(twin)
         return twin
 
     def claim(self, count: int) -> int:
@@ -78,9 +89,19 @@ class JoinedGroup(TorchGroup):
         self._lost.abort(why)
 
     def close(self) -> None:
-        """Nothing: whoever formed the group ends it."""
+        """Of the group itself nothing: whoever formed it ends it."""
+        for twin in self._twins:
+            twin.close()
+            held, twin._process_group = [twin._process_group], None
+            if twin._nccl is not None and not self._lost.is_lost:
+                held[0].shutdown()
+            free(held, self._lost.is_lost)
+            twin._lost = Lost()
+            twin._lost.close()
+        self._twins.clear()
 
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
+        collective = inspect.unwrap(collective)  # torch's wrapper hides an error by its own about a group unknown to it
         if tensor.is_cuda or self._has_host:
             return super()._start(collective, tensor, **options)
         self._lost.check()
@@ -92,3 +113,31 @@ class JoinedGroup(TorchGroup):
 
     def _kind_of_work(self, tensor: Tensor) -> type[Work]:
         return GlooWork if tensor.device.type in self._gloo_devices else Work
+
+
+def _form(store: Store, rank: int, size: int, backends: dict[str, str]) -> Any:
+    """A torch process group outside of torch's list of groups; all of its ranks, and no others, call this."""
+    made: dict[str, Any] = {}
+    types = dist.Backend.backend_type_map
+    group: Any = dist.ProcessGroup(store, rank, size)
+    for device, name in backends.items():
+        if name not in made:
+            made[name] = _make_backend(name, under(name, store), rank, size)
+        group._register_backend(torch.device(device), types[name], made[name])
+    group._set_default_backend(types["nccl" if "nccl" in made else next(iter(made))])
+    return group
+
+
+def _make_backend(name: str, store: Store, rank: int, size: int) -> Any:
+    if name in ("gloo", BACKEND):
+        gloo: Any = dist.ProcessGroupGloo
+        return gloo(store, rank, size, make_options(GROUP_TIMEOUT))
+    if name in ("nccl", "xccl"):
+        kind = getattr(dist.distributed_c10d, f"ProcessGroup{name.upper()}")
+        options = kind.Options()
+        options._timeout = GROUP_TIMEOUT
+        return kind(store, rank, size, options)
+    raise InputError(
+        f"group: its backend is {name!r}, and FSDP needs a second group of the same ranks, which can be formed with "
+        "'gloo' and 'nccl'; make the group with one of these, or use Zero2"
+    )

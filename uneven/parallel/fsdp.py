@@ -69,6 +69,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         copies: Copies | None = None,
     ) -> None:
         self._group = ranks = as_group(group)
+        self._ends_groups = ranks is not group  # those made from it: torch's own group stays
         self._copies = copies
         share_list = checked_shares(shares, ranks)
         check_trainable(model)
@@ -149,6 +150,8 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         self._unshard_order.reset()
         for param in self.module.parameters():
             param.data = self._gathered(param)
+        if self._ends_groups:
+            self._group.close()
 
     def _shards_to_survive(self) -> Sequence[FlatShards]:
         return list(self._unit_of)
