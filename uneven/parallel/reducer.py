@@ -178,39 +178,6 @@ class Reducer:
                     param.grad = None
         return [numbers[start : start + num_stats] for start in range(0, len(rows), num_stats or 1)]
 
-    @property
-    def is_summed_by_nccl(self) -> bool:
-        """Whether NCCL sums all that is sent: then a CUDA graph can hold it."""
-        return all(self._group.is_nccl(bucket.buffer) for bucket in self.buckets)
-
-    @property
-    def generation(self) -> int:
-        """Of the group: another one may have other ranks, and a communicator of its own."""
-        return self._group.generation
-
-    @property
-    def rows(self) -> Tensor:
-        """Every rank's statistics after a sum, a row each; always the same memory."""
-        return self._extra[: self._group.world_size * self._num_stats].view(-1, self._num_stats)
-
-    def sum_on_device(self, stats: Tensor, device_stats: Tensor) -> None:
-        """`finalize` without a word to the host, for a capture: the ranks' statistics are in `rows` afterwards.
-
-        No flags are sent: whoever captures knows which params all ranks use.
-        """
-        self.rows[self._group.rank].copy_(torch.cat([stats, device_stats.to(stats.dtype)]))
-        self._send_and_wait()
-        self._is_prepared = False
-
-    def sum_replayed(self, unused: Iterable[nn.Parameter]) -> None:
-        """The replay of a CUDA graph held a whole step with `sum_on_device`; `unused` are params without a gradient."""
-        self._attach()
-        for param in unused:
-            param.grad = None
-        traffic = self._group.traffic
-        traffic.collectives += len(self.buckets)
-        traffic.payload_bytes += sum(bucket.buffer.nbytes for bucket in self.buckets)
-
     def close(self) -> None:
         self._hooks.remove()
 

@@ -62,7 +62,6 @@ class Capture:
                 result = run(self.inputs)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that failed leaves its own stream current
-            graph.reset()  # it may hold a communicator, and must not live on in a traceback
             raise InputError(
                 "compile='graph' could not capture the train step, which must not read tensors on the host "
                 f"(.item(), print, if on a tensor): {str(error).splitlines()[0]}; use compile='off'"
@@ -74,12 +73,6 @@ class Capture:
         assert self._graph is not None, "recorded before it is replayed"
         self._copy_inputs(inputs)
         self._graph.replay()
-
-    def close(self) -> None:
-        """Destroy the graph at once; garbage is collected too late where it holds a communicator."""
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
 
     def _copy_inputs(self, inputs: InputMicros) -> None:
         for fixed, (fresh, _) in zip(self._leaves, inputs, strict=True):

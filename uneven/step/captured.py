@@ -29,7 +29,6 @@ from uneven.step.captured_model import CapturedModel
 from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
-from uneven.step.whole import WholeStep, can_time_graphs
 
 MAX_GRAPHS = 16  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
@@ -61,7 +60,6 @@ class CapturedBackward:
         self._held = HeldBuffers(eager.model)
         self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
-        self.whole: WholeStep | None = None  # takes the steps that it has captured, with the sum between both halves
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         sizes = tuple(samples for _, samples in inputs)
@@ -89,21 +87,6 @@ class CapturedBackward:
     def update(self) -> CapturedUpdate | None:
         """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
         return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
-
-    @property
-    def is_summed_by_nccl(self) -> bool:
-        return self._reducer.is_summed_by_nccl
-
-    def make_whole(self) -> None:
-        """Where both halves can be captured, capture NCCL's sum with them; all ranks must, or none."""
-        if self.update is not None and self.is_summed_by_nccl and can_time_graphs():
-            self.whole = WholeStep(self._eager, self._open_batch)
-
-    def leave_whole(self) -> None:
-        """Go on with two graphs a step."""
-        if self.whole is not None:
-            self.whole.close()
-            self.whole = None
 
     def has(self, sizes: Sequence[int], slot_samples: int) -> bool:
         """Whether a step of these micro-batches is captured."""

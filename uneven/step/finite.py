@@ -108,20 +108,6 @@ def find_fault(checks: Sequence[OwnCheck], largest_sum: float, *, checks_gradien
     return None
 
 
-def judge(checks: Tensor, largest_sum: float) -> tuple[Tensor, Tensor]:
-    """`find_fault` and `total_count` on the device, of a tensor with a row per rank; the first is whether all is well.
-
-    The total is 1 where no rank has a count.
-    """
-    has_count, counts, loss, largest = checks[:, :4].double().unbind(1)
-    is_counted = has_count != 0
-    total = torch.where(is_counted, counts, 0.0).sum()
-    is_good = loss.isfinite().all() & (~is_counted | (counts.isfinite() & (counts >= 0))).all()
-    is_good &= ~is_counted.any() | (total != 0)
-    is_good &= largest.isfinite().all() & (largest.sum() <= largest_sum)
-    return is_good, torch.where(is_counted.any(), total, 1.0)
-
-
 def total_count(checks: Iterable[OwnCheck]) -> float | None:
     """The count of all ranks; None where losses are means, and no rank has a count."""
     counts = [own.counts for own in checks if own.has_count]

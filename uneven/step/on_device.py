@@ -1,7 +1,6 @@
 """Steps without a word to the host, which a CUDA graph can hold: the device itself puts back what is not finite.
 
-Two steps are captured whole: that of one rank alone (graph.py), and that of several ranks whose gradients are summed
-inside the graph (whole.py). [Note: steps that are not finite] is in finite.py.
+Captured whole is the step of one rank alone (graph.py). [Note: steps that are not finite] is in finite.py.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,6 @@ def run_on_device(step: EagerStep, batches: Sequence[tuple[Batch, int]], slot_sa
     is_good = own.isfinite().all() & ((own[0] == 0) | (own[1] > 0))
     _apply_where(step, is_good, kept, before)
     return own
-
-
-def update_where(step: EagerStep, is_good: Tensor, counts: Tensor | None) -> None:
-    """`EagerStep.update` if the step was good; else nothing is left of it."""
-    kept = [] if _skips_by_itself(step) else _updated_tensors(step)
-    before = [tensor.clone() for tensor in kept]
-    step.prepare_update(counts)
-    _apply_where(step, is_good, kept, before)
 
 
 def _apply_where(step: EagerStep, is_good: Tensor, kept: Sequence[Tensor], before: Sequence[Tensor]) -> None:

@@ -18,9 +18,8 @@ from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.step.captured import check_capturable
 from uneven.step.finite import OwnCheck, Verdict
-from uneven.step.whole import Key, WholeStep
 from uneven.train.apply_strategy import apply_strategy
-from uneven.train.capture_ahead import capture_ahead, use_whole_steps
+from uneven.train.capture_ahead import capture_ahead
 from uneven.train.dropped import BadStep, count_skipped
 from uneven.train.dummy_batches import DummyBatches
 from uneven.train.elastic.step_guard import StepGuard
@@ -61,7 +60,6 @@ class GradientSync:
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
         self._timer = StepTimer(engine.rank_info)
         self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
-        self._before: tuple[Key, float] | None = None  # the last step, where it was one graph: its own work, in ms
         self.guard: StepGuard | None = None  # where the run can go on without a rank
         self.event_loss: float | None = None  # of the event that is being reached
 
@@ -102,7 +100,6 @@ class GradientSync:
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, is_leaving)
         engine.eager.fix_params()
-        use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
             self.notes += advise(engine, costs)
@@ -118,7 +115,7 @@ class GradientSync:
 
     def _capture_ahead(self) -> None:
         is_moving = isinstance(self.policy, Balanced)
-        self.notes += capture_ahead(self.engine, self.group, self.policy.shares, is_moving)
+        capture_ahead(self.engine, self.policy.shares, is_moving)
 
     def ledger(self) -> Ledger:
         return self.engine.ledger.advanced_to(self.engine.trained)
@@ -290,11 +287,6 @@ class GradientSync:
         Returns whether any rank was asked to stop, and whether the step was finite.
         """
         engine, slot, recorder = self.engine, part.slot, self.engine.recorder
-        if engine.captured is not None and (whole := engine.captured.whole) is not None:
-            key = tuple(self.policy.shares(slot.index, slot.samples)), slot.samples
-            if whole.has(key):
-                return self._whole_step(whole, key, slot, micros)
-            self._before = None
         rows, checks = engine.eager.sum_gradients(
             micros, slot.samples, lambda: self._stats_of_step(part), engine.captured
         )
@@ -313,54 +305,27 @@ class GradientSync:
             fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
         if own.is_unrepresentative:
             recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=self._timer.busy_ms)
-        self._read(slot, stats)
+        self.busy_ms = [rank.busy_ms for rank in stats]
+        self.wished = wished(rank.wish for rank in stats)
+        check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
+        self._unnoted = None if self._is_skipping else (slot, stats)
+        if engine.captured is None:
+            self._follow_speeds()
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
-
-    def _whole_step(self, whole: WholeStep, key: Key, slot: Slot, micros: Micros) -> tuple[bool, Verdict]:
-        """The same as one CUDA graph on every rank.
-
-        A rank's row is written before the launch, so its time is that of the step before; it counts only if that one
-        was like this one. How long this rank waited for the others is estimated by it.
-        """
-        recorder, began_ns, own = self.engine.recorder, self._timer.began_ns, self._own_stats()
-        if self._before is not None and self._before[0] == key:
-            own = own._replace(busy_ms=self._before[1], is_unrepresentative=0.0)
-        launched_ns = recorder.clock()
-        rows, fault = whole(key, micros, own)
-        own_ms, sum_ms, update_ms = whole.times
-        self._before = (key, (launched_ns - began_ns) / 1e6 + own_ms + update_ms)
-        stats = [StepStats(*row) for row in rows]
-        sent_ns = recorder.enter("wait", launched_ns + int(own_ms * 1e6))
-        record_wait(recorder, own, stats, sent_ns, sent_ns + int(sum_ms * 1e6))
-        self._timer.start(recorder.clock())
-        self._read(slot, stats)
-        return any(rank.status == RankStatus.STOP_REQUESTED for rank in stats), lambda: fault
 
     def _stats_of_step(self, part: Part) -> StepStats:
         """What this rank says with the sum of a step; called just before the last bucket is sent."""
         engine = self.engine
         # Before the wait for the device, which computes meanwhile.
-        own, is_first = self._own_stats(), float(engine.was_first_of_its_size(part))
-        engine.run_ahead.catch_up()
-        engine.simulate_slowdown(self._timer.began_ns)
-        self._timer.stop(engine.recorder.enter("wait"))
-        return own._replace(busy_ms=self._timer.busy_ms, is_unrepresentative=is_first)
-
-    def _own_stats(self) -> StepStats:
-        """What this rank says with a sum, but for its own work."""
         self._follow_speeds()
         status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
         fingerprint, user_ms = float(self.policy.fingerprint()), self._timer.take_user_ms()
-        return StepStats(0.0, 1.0, float(status), fingerprint, user_ms, float(self.wish()))
-
-    def _read(self, slot: Slot, stats: Sequence[StepStats]) -> None:
-        """What all ranks said with the sum; raises where one differs from the others."""
-        self.busy_ms = [rank.busy_ms for rank in stats]
-        self.wished = wished(rank.wish for rank in stats)
-        check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
-        self._unnoted = None if self._is_skipping else (slot, stats)
-        if self.engine.captured is None:
-            self._follow_speeds()
+        wish = float(self.wish())
+        is_first = float(engine.was_first_of_its_size(part))
+        engine.run_ahead.catch_up()
+        engine.simulate_slowdown(self._timer.began_ns)
+        self._timer.stop(engine.recorder.enter("wait"))
+        return StepStats(self._timer.busy_ms, is_first, float(status), fingerprint, user_ms, wish)
 
     def note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""

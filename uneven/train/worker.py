@@ -216,8 +216,6 @@ class Worker:
             self._sampler.stop()
             self._evaluator.close()
             self.saves.close()
-            if self.engine.captured is not None:
-                self.engine.captured.leave_whole()
             if self.engine.reader is not None:
                 self.engine.reader.close()
 
