@@ -187,6 +187,12 @@ def test_a_log_that_lacks_something_says_what(tmp_path: Path, key: str) -> None:
         read_log(tmp_path, AXIS, 2, {}, is_local=True)
 
 
+def test_a_run_in_which_ranks_were_lost_or_joined_is_refused(tmp_path: Path) -> None:
+    segments = [{"slot": 0, "devices": ["cpu", "cpu"]}, {"slot": 2, "devices": ["cpu"], "generation": 1}]
+    with pytest.raises(InputError, match="lost or joined"):
+        read(tmp_path, segments=segments)
+
+
 def test_more_than_two_ranks_are_replayed_over_the_same_transport(tmp_path: Path) -> None:
     """A sum of two has the same bits over any; with more each transport adds in an order of its own."""
     record = {**RECORD, "config": {"batch_size": 2, "backend": "gloo"}, "rounds": []}

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from uneven.config import SHARDED
-from uneven.data.replay_generations import RecordedGenerations
 from uneven.data.sample_order import prove_exactly_once
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
@@ -95,17 +93,17 @@ def read_log(
     `machines` has each rank's machine, where there are several.
     """
     record = _read(folder)
-    recorded = read_generations(folder)
-    if recorded is None and len({len(segment["devices"]) for segment in record.get("segments", [])}) > 1:
+    if any("generation" in segment for segment in record.get("segments", [])):
+        raise InputError(
+            f"replay={str(folder)!r}: ranks of that run were lost or joined, and only a run in which the same ranks "
+            "trained from its start to its end is repeated"
+        )
+    if len({len(segment["devices"]) for segment in record.get("segments", [])}) > 1:
         raise InputError(
             f"replay={str(folder)!r}: that run was resumed on another number of devices, and only a run of one number "
             "of them is repeated"
         )
-    if recorded is None:
-        _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
-    else:
-        most = recorded.most_ranks
-        _compare(folder, "at most so many devices at once:", most, ranks, f"name {most} devices")
+    _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
     rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
     was_local = any(rounds)
     kinds = ("an exact policy", "a local policy")
@@ -114,8 +112,6 @@ def read_log(
     for name, value in record["config"].items():
         if name == "backend" and ranks <= 2:
             continue  # a sum of two numbers has the same bits in any order; with more, each transport has its own
-        if recorded is not None and _is_of_the_end(name, value, config[name]):
-            continue
         if name == "machines":
             _compare(folder, "ranks on machines", value, list(machines), "start as many ranks on each machine")
             continue
@@ -132,42 +128,11 @@ def read_log(
     parts = [[(int(slot), int(first), int(samples)) for slot, first, samples in log] for log in record["ranks"]]
     try:
         prove_exactly_once(axis, parts, axis.total)
-        if was_local and recorded is None:
+        if was_local:
             _check_rounds(rounds, parts)
     except RuntimeError as error:
         raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
     return Log(parts, rounds, frozenset(record.get("stop_rounds", ())))
-
-
-def _is_of_the_end(name: str, recorded: Any, current: Any) -> bool:
-    """Of a run in which ranks were lost or joined: settings that say the same otherwise at its end.
-
-    Caps of the ranks that were left. Whoever joined was told the samples of a step, which others have by their number;
-    where they differ, the log does not fit the axis.
-    """
-    is_told = name == "global_batch_size" and None in (recorded, current)
-    return is_told or (name == "memory_cap" and isinstance(recorded, list))
-
-
-def read_generations(folder: Path) -> RecordedGenerations | None:
-    """Of a run in which ranks were lost or joined, else None; InputError where it cannot be repeated."""
-    record = _read(folder)
-    segments = record.get("segments", [])
-    if not any("generation" in segment for segment in segments):
-        return None
-    try:
-        if "machines" in record["config"]:
-            raise ValueError("they were on several machines")
-        if (strategy := record["config"].get("strategy")) in SHARDED:
-            raise ValueError(f"strategy={strategy!r} has its state in shards")
-        parts = [[(int(slot), int(first), int(samples)) for slot, first, samples in log] for log in record["ranks"]]
-        rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
-        rounds += [[] for _ in parts[len(rounds) :]]
-        return RecordedGenerations.read(segments, record.get("members", []), parts, rounds)
-    except (ValueError, KeyError) as error:
-        raise InputError(
-            f"replay={str(folder)!r}: ranks of that run were lost or joined, and it cannot be repeated: {error}"
-        ) from error
 
 
 def _check_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, int]]]) -> None:

@@ -190,11 +190,10 @@ class ProcessContext:
         *,
         is_own_loop: bool = False,
         can_lose: bool = True,
-        info: RankInfo | None = None,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
         config = self.settings_of_run(config)
-        rank_info, told_to = info or self.make_rank_info(devices), report
+        rank_info, told_to = self.make_rank_info(devices), report
         if not rank_info.roster.is_one_machine and not self.ranks.is_newcomer:
             report = self._progress = SharedProgress(report, rank_info)
         report = self.shown.keep(report, rank_info, config.out)

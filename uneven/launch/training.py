@@ -14,10 +14,9 @@ from pathlib import Path
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
-from uneven.data.replay import read_generations, read_parts, read_rounds
+from uneven.data.replay import read_parts, read_rounds
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
-from uneven.launch.replayed import train_members
 from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
@@ -57,8 +56,6 @@ def train_as_rank(
         context.shown.reached(state)
         return state
 
-    if config.replay is not None and (recorded := read_generations(config.replay)) is not None:
-        return train_members(context, task, config, devices, requests, report, recorded, train)
     return train(context.make_worker(task, config, devices, requests, report, can_lose=can_lose))
 
 

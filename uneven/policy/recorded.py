@@ -18,22 +18,13 @@ from uneven.policy.windows import Decision
 
 @dataclass(frozen=True)
 class RecordedShares:
-    """An exact policy: `plan[slot]` holds every rank's samples, of the slots from `first` up to `stop`.
-
-    Past them (an evaluation after the last slot, or a batch that is read ahead) the nearest entry counts, where it has
-    as many samples.
-    """
+    """An exact policy: `plan[slot]` holds every rank's samples. An evaluation after the last slot takes those of it."""
 
     plan: tuple[tuple[int, ...], ...]
-    first: int = 0
-    stop: int | None = None
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
-        stop = len(self.plan) if self.stop is None else self.stop
-        found = self.plan[max(self.first, min(slot, stop - 1))] if self.first < stop else ()
-        if self.first <= slot < stop or sum(found) == samples or self.stop is None:
-            return found
-        return (samples, *(0,) * (len(self.plan[0]) - 1))
+        del samples
+        return self.plan[min(slot, len(self.plan) - 1)]
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         del slot, samples, busy_ms
@@ -101,11 +92,6 @@ class RecordedWindows:
         """Not in ms: a replay measures nothing."""
         return 1.0 / max(1.0, self.speeds[rank])
 
-    def resume_at(self, slot: int, passed: int) -> None:
-        """Before the first slot of a later generation: so many are trained, and all ranks have passed this event."""
-        self.start, self.passed, self.event = slot, passed, self.next_event(passed)
-        self.is_over = self.event == passed
-
     @property
     def counts(self) -> tuple[int, ...]:
         return tuple(max(1, int(speed)) for speed in self.speeds)
@@ -133,8 +119,6 @@ class RecordedSchedule:
     in_flight: bool = False
     parts: int = 0
     staleness: int = 0
-    is_last: bool = True  # no other generation of ranks follows; else `slots` and the rounds are of this one alone
-    open_slot: int | None = None  # of those that later generations trained the first
     _handed: deque[int] = field(default_factory=deque)
 
     @property
@@ -144,13 +128,7 @@ class RecordedSchedule:
     @property
     def next_slot(self) -> int:
         waiting = self._handed or self.slots
-        return min(waiting[0] if waiting else self.total, self.total if self.open_slot is None else self.open_slot)
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether this rank has done all that it did in this generation, and another follows."""
-        is_idle = not self.in_flight and not self._handed and not self.slots
-        return is_idle and not self.is_last and not self._has_rounds
+        return waiting[0] if waiting else self.total
 
     def hand(self) -> int | None:
         """The next slot for the feed; None where a round, an event or the end comes first."""
@@ -167,8 +145,7 @@ class RecordedSchedule:
         self.staleness += 1
 
     def is_due(self) -> bool:
-        is_free = not self.in_flight and not self.is_over
-        return is_free and self.parts >= self._next.entered and (self.is_last or self._has_rounds)
+        return not self.in_flight and not self.is_over and self.parts >= self._next.entered
 
     def hand_back(self) -> dict[str, float]:
         """A rank that was late then is so now, by its log."""
@@ -190,10 +167,6 @@ class RecordedSchedule:
 
     def merged(self) -> None:
         self.in_flight = False
-
-    @property
-    def _has_rounds(self) -> bool:
-        return self.windows.rounds + 1 < len(self.windows.recorded)
 
     @property
     def _next(self) -> Round:

@@ -1,7 +1,7 @@
 """What a captured step has as constants of the model: which params are trained, which modules are in training mode.
 
 Host code reads both in an eager step and never in a replay, so that a change after the capture would have no effect,
-without a word: all three captured forms of a step (graph.py, captured.py, whole.py) refuse it before a replay.
+without a word: both captured forms of a step (graph.py, captured.py) refuse it before a replay.
 """
 
 from torch import nn

@@ -23,8 +23,6 @@ def make_exact_policy(engine: Engine, costs: Sequence[Cost], is_model_parallel: 
     config = engine.config
     if config.replay is not None:
         info = engine.rank_info
-        if info.recorded is not None:
-            return info.recorded.shares(info.generation, engine.axis.total)
         log = read_log(
             config.replay, engine.axis, info.world_size, config.to_json(), False, machines=info.roster.machines
         )

@@ -60,29 +60,14 @@ def make_slot_schedule(
 
 
 def _make_recorded_schedule(engine: Engine) -> tuple[RecordedWindows, RecordedSchedule]:
-    """What this rank trains in a replay, and when it enters and merges rounds; in every generation anew."""
+    """What this rank trains in a replay, and when it enters and merges rounds."""
     config, axis, info = engine.config, engine.axis, engine.rank_info
     assert config.replay is not None, "of a replay only"
-    next_event = engine.events.next_event
-    if (recorded := info.recorded) is None:
-        log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
-        speeds = [float(len(parts)) for parts in log.parts]
-        windows = RecordedWindows(log.rounds[info.rank], info.world_size, next_event, speeds)
-        windows.stop_rounds = log.stop_rounds
-        return windows, RecordedSchedule(windows, deque(slot for slot, _, _ in log.parts[info.rank]), axis.total)
-    generation = recorded.generations[info.generation]
-    spans = [recorded.span(name, generation.number) for name in generation.members]
-    speeds = [float(stop - first) for first, stop in spans]
-    windows = RecordedWindows(recorded.rounds_of(info.member, generation.number), info.world_size, next_event, speeds)
-    first, stop = recorded.span(info.member, generation.number)
-    return windows, RecordedSchedule(
-        windows,
-        deque(slot for slot, _, _ in recorded.logs[info.member][first:stop]),
-        axis.total,
-        parts=first,
-        is_last=generation.end is None,
-        open_slot=recorded.open_slot(generation.number, axis.total),
-    )
+    log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
+    speeds = [float(len(parts)) for parts in log.parts]
+    windows = RecordedWindows(log.rounds[info.rank], info.world_size, engine.events.next_event, speeds)
+    windows.stop_rounds = log.stop_rounds
+    return windows, RecordedSchedule(windows, deque(slot for slot, _, _ in log.parts[info.rank]), axis.total)
 
 
 def describe_guard(fields: Mapping[str, Any], before: float) -> str:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from uneven.comm.clock import Clock
 from uneven.comm.group import Group
 from uneven.comm.work import Traffic
-from uneven.data.replay_generations import RecordedGenerations
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
 from uneven.machines.transfer import LeaderFiles
@@ -63,7 +62,6 @@ class RankInfo:
         self.is_newcomer = is_newcomer  # it joins a run in progress, and has trained nothing in it yet
         self.leader = leader
         self.records: RoundRecords | None = None  # with a Membership
-        self.recorded: RecordedGenerations | None = None  # of a replay, where ranks were lost or joined
         self.clocks: MachineClocks | None = None  # with the group, where ranks are on several machines
         self._group: Group | None = None
 

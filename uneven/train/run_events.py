@@ -67,13 +67,10 @@ class RunEvents:
         self._before: _Before | None = None  # of the event that has begun and is not over, or of the run's stop
         self.may_undo = False  # the run can go on without a rank; of the settler
         self._callbacks_before: Moment | None = None  # of the event that has begun; until all know whether it counts
-        self.before_reach: Callable[[int], None] = lambda _: None  # of a replay: raises where an event was not reached
-        self.on_use: Callable[[Synchronizer], None] = lambda _: None  # likewise
 
     def use(self, synchronizer: Synchronizer) -> Synchronizer:
         """From now on it keeps this rank in step."""
         self.synchronizer = synchronizer
-        self.on_use(synchronizer)
         return synchronizer
 
     @property
@@ -89,7 +86,6 @@ class RunEvents:
         hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
         callbacks have stopped the run.
         """
-        self.before_reach(self._engine.axis.epoch_end(epoch) if step is None else step)
         self._keep_before()
         self._callbacks_before = self._callbacks.moment() if self.may_undo else None
         is_stopped = self._reach(epoch, loss, first=first, until=until, step=step)

@@ -162,7 +162,7 @@ class Worker:
             return
         self._check()
         is_stopped = self.events.agree().stopped is not None or synchronizer.reach_event(self.events.done)
-        self._check()  # also of a replay: with that event its generation may end
+        self._check()
         if not is_stopped:
             is_stopped = self._train_slots(synchronizer)
         self._check()

@@ -233,7 +233,7 @@ def test_a_rank_dies_between_sums_and_one_is_left_alone(policy: str) -> None:
     check(found, epochs=2)
     for _, worker in found.values():
         _, *later = worker.run.segments  # of generations in which ranks have settled: not necessarily all
-        assert all({"source", "rolled", "again_samples"} <= one.keys() for one in later)
+        assert all({"members", "rolled", "again_samples"} <= one.keys() for one in later)
         numbers = [one["generation"] for one in later]
         assert numbers == sorted(set(numbers))
 

@@ -15,7 +15,7 @@ from uneven.comm.segment import why_impossible
 from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.data.replay import read_generations, read_global_batch, read_log
+from uneven.data.replay import read_global_batch, read_log
 from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder
@@ -95,7 +95,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if config.global_batch_size == "auto":
         config = _check_global_batch(task, config, len(devices))
     order = make_order(task, config)
-    axis = make_axis(order, config, _ranks_at_start(config, len(devices), context))
+    axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
     if config.resume is not None:
         check_data(config, axis, order)
@@ -269,19 +269,6 @@ def _check_evaluation(task: Task, config: RunConfig) -> None:
         raise InputError(
             f"monitor={config.monitor!r} is for a ReduceLROnPlateau and for keep_best=...; pass one, or leave it out"
         )
-
-
-def _ranks_at_start(config: RunConfig, ranks: int, context: ProcessContext) -> int:
-    """Of a replay as the log has it: ranks may have joined later, and have devices from the beginning now."""
-    recorded = None if config.replay is None else read_generations(config.replay)
-    if recorded is None:
-        return ranks
-    if not context.is_alone:
-        raise InputError(
-            f"replay={str(config.replay)!r}: ranks of that run were lost or joined, and such a run is repeated by fit "
-            f"or the builder, which start the ranks by themselves; not under {context.environment.launcher}"
-        )
-    return len(recorded.generations[0].members)
 
 
 def _check_replay(axis: Axis, config: RunConfig, ranks: int, machines: Sequence[int]) -> RunConfig:

@@ -66,9 +66,7 @@ class LocalState:
         self, windows: Windows | RecordedWindows, scale: LocalScale, members: tuple[str, ...], position: int
     ) -> None:
         """Windows that were just made for these members go on from here, where so many slots are trained."""
-        if isinstance(windows, RecordedWindows):
-            windows.resume_at(position, self.passed)
-            return
+        assert isinstance(windows, Windows), "nobody is lost in a replay"
         assert self.windows is not None, "of a run that is no replay"
         windows.go_on(self.windows, self.places(members))
         windows.resume_at(position, self.passed)

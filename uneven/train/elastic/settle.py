@@ -51,13 +51,10 @@ class Standing:
     fault: Fault | None = None  # why its last step was skipped, if it was
     skips: int = 0  # epochs that a loop of the user's own left out in part
     averages: int = 0  # of buffers, that it has
-    parts: int = 0  # in its log
-    lr_scale: float | None = None  # in the generation it has settled in, once it has begun to train there
-    is_source: bool = False  # of a replay: it was the furthest one
 
     @property
     def key(self) -> tuple[int, ...]:
-        return self.settled, self.progress, self.event, self.averages, self.is_source
+        return self.settled, self.progress, self.event, self.averages
 
     @property
     def is_newcomer(self) -> bool:
@@ -114,29 +111,6 @@ def compare(group: Group, own: Standing) -> Settlement:
     return Settlement(standings, max(range(len(standings)), key=lambda rank: (standings[rank].key, -rank)))
 
 
-def describe_settlement(settlement: Settlement, members: Sequence[str]) -> dict[str, Any]:
-    """What the run's log tells of a new generation, and of how the one before it ended: for a replay."""
-    furthest, standings = settlement.furthest, list(zip(members, settlement.standings, strict=True))
-    return {
-        "members": list(members),
-        "newcomers": [member for member, one in standings if one.is_newcomer],
-        "source": members[settlement.source],
-        "parts": {member: one.parts for member, one in standings if not one.is_newcomer},
-        "event": furthest.event,
-        "averages": furthest.averages,
-        "rounds": 0,
-        "has_loss": settlement.event_loss is not None,
-        "is_over": settlement.is_over,
-    }
-
-
-def with_scale(segments: Sequence[Mapping[str, Any]], settlement: Settlement) -> list[dict[str, Any]]:
-    """The source's segments. In the last one, which is over, the source itself may not have begun to train."""
-    settled = (one for one in settlement.standings if one.settled == settlement.furthest.settled)
-    known = next((one.lr_scale for one in settled if one.lr_scale is not None), None)
-    return [*map(dict, segments[:-1]), dict(segments[-1]) | ({} if known is None else {"lr_scale": known})]
-
-
 def why_not(engine: Engine) -> str | None:
     """Why the loss of a rank ends this run, whatever on_fault says; None where the others can go on."""
     config = engine.config
@@ -156,7 +130,7 @@ def why_not(engine: Engine) -> str | None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
-    if config.replay is not None and engine.rank_info.recorded is None:
+    if config.replay is not None:
         return "it is a replay"
     return None
 

@@ -19,7 +19,6 @@ from uneven.average.verify import ODD_AVERAGE, judge
 from uneven.comm.gather import broadcast_json, gather_checksums, gather_json
 from uneven.comm.group import Group, SoloGroup
 from uneven.policy.axis import Axis
-from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
@@ -91,12 +90,9 @@ def settle_local(
 
 
 def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlement, axis: Axis) -> dict[str, Any]:
-    """What the run's log tells of a settlement: the rounds that count, who merged the last one late, what is trained
-    again.
-    """
+    """What the run's log tells of a settlement: who merged the last round late, what is trained again."""
     newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
     return {
-        "rounds": agreed.eras[-1].rounds,
         "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
         "again": agreed.again,
         "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
@@ -161,7 +157,7 @@ def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...], left: Co
     ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
     packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
     is_any_lost = not {*local.tally.lineage.members} <= {*members, *left}
-    again = trained_again(ledger, held) if is_any_lost and local.engine.config.replay is None else []
+    again = trained_again(ledger, held) if is_any_lost else []
     return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
 
 
@@ -213,8 +209,5 @@ def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch
     engine.dropped.agree(*agreed.dropped)
     engine.restore_left_out(agreed.skipped, agreed.skipped_slots)
     engine.go_on_from(agreed.new_ledger)
-    if engine.rank_info.recorded is not None and engine.rank_info.world_size > 1:
-        engine.go_on_from(Ledger())  # the log has slots, not positions among what is left
-        engine.reach_slot(agreed.new_ledger.trained)
     if was_blank:
         seed_newcomer(engine)

@@ -21,7 +21,6 @@ from uneven.train.elastic.settle import (
     Standing,
     compare,
     config_of,
-    describe_settlement,
     lost_logs,
     needs_checkpoint,
     no_checkpoint,
@@ -31,7 +30,6 @@ from uneven.train.elastic.settle import (
     take_position,
     take_replica,
     why_not_joined,
-    with_scale,
 )
 from uneven.train.elastic.settle_buffers import settle_buffers
 from uneven.train.elastic.settle_local import abandon, begin_blank, describe, settle_local
@@ -75,10 +73,8 @@ class Settler:
         self._lines: list[str] = []  # for the user, where all went back to a checkpoint
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
         run.member = engine.rank_info.member
-        self._lr_scale: float | None = None  # in this generation, once this rank trains in it
         events.may_undo = True
-        if engine.rank_info.recorded is None:  # else a generation ends after its last checkpoint
-            saves.check = self.check
+        saves.check = self.check
         if engine.config.is_local:
             engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
 
@@ -89,7 +85,6 @@ class Settler:
             exchange_losses(self._engine.meter, info.group)
         self._defer_joins()
         self._run.segments[-1] |= {"members": list(self._members)}
-        self._note_scale()
         if info.rank == 0 and why_not_joined(self._engine) is None:
             exact = {"global_batch_size": self._engine.axis.slot_size, "max_global_batch_size": None}
             self._membership.begin({"config": {**({} if config.is_local else exact), "accumulate": config.accumulate}})
@@ -245,8 +240,7 @@ class Settler:
         if own.is_newcomer and not is_local:
             take_position(engine, record["position"])
         self._again = found.get("again_samples", 0 if not self._lines else self._again)
-        run.segments = [*with_scale(record["segments"], settlement), self._segment(generation, settlement) | found]
-        self._lr_scale = None
+        run.segments = [*record["segments"], self._segment(generation) | found]
         self.is_over = settlement.is_over  # whoever is not needs the others once more
         if not self.is_over:
             self._events.undo()
@@ -276,7 +270,6 @@ class Settler:
             exchange_losses(engine.meter, engine.rank_info.group)
         self._go_on(before, cost, None if settlement is None else settlement.event_loss)
         self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
-        self._note_scale()
         if isinstance(before, LocalSGD) and engine.rank_info.world_size == 1:
             before.epochs.run()
 
@@ -306,9 +299,7 @@ class Settler:
             *found.notes,
             f"  {found.name}: {samples:,} samples are trained again, from step {found.slot} on",
         ]
-        run.segments[-1:] = [
-            self._segment(generation, settlement) | {"checkpoint": found.name, "again_samples": samples}
-        ]
+        run.segments[-1:] = [self._segment(generation) | {"checkpoint": found.name, "again_samples": samples}]
         engine.rank_info.has_settled()
         self._train_on(old_members, fresh, cost, None)
 
@@ -319,16 +310,6 @@ class Settler:
         assert isinstance(found, GradientSync | LocalSGD), "one of the two"
         return found
 
-    def _note_scale(self) -> None:
-        """This rank begins to train in a generation; a replay takes the factor on the learning rates from its log."""
-        synchronizer, recorded = self._synchronizer, self._engine.rank_info.recorded
-        if isinstance(synchronizer, LocalSGD):
-            self._lr_scale = synchronizer.scale.value
-        else:
-            known = None if recorded is None else recorded.generations[self._engine.rank_info.generation].lr_scale
-            self._lr_scale = synchronizer.lr_scale = synchronizer.lr_scale if known is None else known
-        self._run.segments[-1] |= {"lr_scale": self._lr_scale}
-
     def _blank(self) -> LocalSGD:
         """Of a newcomer to a local policy."""
         found = self._new_synchronizer()
@@ -337,21 +318,17 @@ class Settler:
         return found
 
     def _standing(self, before: Synchronizer | None) -> Standing:
-        members, done, info = self._members, self._events.done, self._engine.rank_info
         if before is None:
             return Standing(NEWCOMER, NEWCOMER, NEWCOMER, ())
         assert isinstance(before, GradientSync | LocalSGD), "one of the two"
         found = Standing(
             self._settled,
             before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.trained,
-            done,
-            members,
+            self._events.done,
+            self._members,
             is_local=isinstance(before, LocalSGD),
             is_over=self.is_over,
             averages=before.buffers.averages,
-            parts=len(self._engine.log),
-            lr_scale=self._lr_scale,
-            is_source=info.recorded is not None and info.recorded.generations[info.generation].source == info.member,
         )
         if isinstance(before, LocalSGD):
             return found
@@ -374,12 +351,12 @@ class Settler:
             **self._events.record(),
         }
 
-    def _segment(self, generation: Generation, settlement: Settlement) -> dict[str, Any]:
+    def _segment(self, generation: Generation) -> dict[str, Any]:
         return {
             "slot": self._engine.trained,
             "samples": self._engine.samples_before(self._engine.trained),
             "devices": [str(device) for device in generation.roster.devices],
             "generation": generation.number,
             "why": generation.why,
-            **describe_settlement(settlement, generation.members),
+            "members": list(generation.members),
         }
