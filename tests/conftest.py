@@ -159,6 +159,21 @@ def _runs_are_remembered_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> 
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runs_of_the_user_stay() -> Iterator[None]:
+    """Tests write below tmp_path: what was trained in the checkout is as it was, and nothing is added to it."""
+    before = _runs_in_the_checkout()
+    yield
+    after = _runs_in_the_checkout()
+    changed = sorted(str(path) for path in {*before, *after} if before.get(path) != after.get(path))
+    assert not changed, f"a test, or a run meanwhile, has changed {', '.join(changed[:5])}"
+
+
+def _runs_in_the_checkout() -> dict[Path, int]:
+    runs = Path(__file__).parent.parent / "runs"
+    return {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(autouse=True)
 def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if {"real_start", "cuda", "soak"} & set(request.node.keywords):

@@ -39,8 +39,11 @@ def fake_train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, An
 
 
 @pytest.fixture
-def uneven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Run the command line at 80 columns, training nothing; (exit code, stdout, stderr)."""
+def uneven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Run the command line at 80 columns, training nothing; (exit code, stdout, stderr).
+
+    In a folder of its own: in the checkout the page of a demo that was really run was replaced by these figures."""
+    monkeypatch.chdir(tmp_path)
     for name, value in (("COLUMNS", "80"), ("OMP_NUM_THREADS", "1"), ("MKL_NUM_THREADS", "1")):
         monkeypatch.setenv(name, value)  # the last two the demo sets itself; so they are set back afterwards
     monkeypatch.setattr(demo, "_train", fake_train)
