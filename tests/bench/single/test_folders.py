@@ -38,6 +38,10 @@ def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
         assert [run.quality for run in read_runs(root)[0]] == [0.98]
     assert [run.quality for run in read_equal_time(tmp_path)] == [0.97]
     make_run(tmp_path / "all" / "one", "lenet", "solo-0", 0, 0.9)
+    assert sweeps_in(tmp_path / "all") == [tmp_path / "all" / "one"]
+    assert sweeps_in(tmp_path) == [tmp_path]
+    make_run(tmp_path / "longer" / "equal-time", "lenet", "solo-0", 0, 0.97)
+    assert sweeps_in(tmp_path / "longer") == [tmp_path / "longer"]
     assert str(nothing_found(tmp_path / "all")).endswith(f"there are some in {tmp_path / 'all' / 'one'}")
 
 

@@ -183,17 +183,16 @@ def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
 
 
 def sweeps_in(root: Path) -> list[Path]:
-    """The folder itself if it has runs, else the sweeps' folders in it; the folder itself also without any.
+    """The folder itself if it has runs, else the folders of runs in it; the folder itself also without any.
 
-    Beside a sweep a folder of runs without sweep.json counts, too: `uneven bench check` reports the missing file.
+    One without sweep.json counts, too: that of `uneven demo`, or a packed one whose missing file `uneven bench check`
+    reports.
     """
     if not root.is_dir() or _run_paths(root):
         return [root]
     records = {path: read_json(path / SWEEP) for path in sorted(root.iterdir()) if path.is_dir()}
-    if not any(isinstance(record, dict) for record in records.values()):
-        return [root]
     packed = [path for path, record in records.items() if isinstance(record, dict) and record.get("files")]
-    return [path for path in records if path in packed or _run_paths(path)] or [root]
+    return [path for path in records if path in packed or (path.name != EQUAL_TIME and _run_paths(path))] or [root]
 
 
 def nothing_found(root: Path) -> InputError:
