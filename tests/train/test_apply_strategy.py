@@ -193,6 +193,33 @@ def test_on_processes() -> None:
     assert_same_optimizer(ours, alone)
 
 
+class Deep(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = Net(dtype)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, dtype=dtype) for _ in range(8))
+        with torch.no_grad():
+            for number, param in enumerate(self.blocks.parameters()):
+                param.fill_(0.3).mul_(torch.arange(3) + number % 3 - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"global_batch_size": 8, "shares": (1, 0)}], ids=str)
+@pytest.mark.parametrize("name", ["zero2", "fsdp"])
+def test_a_deep_model_trains_where_a_rank_has_no_samples_in_a_step(name: str, settings: dict[str, Any]) -> None:
+    """Four steps of 8 samples and one of 1 an epoch, as with a device that never has any."""
+    common: dict[str, Any] = {"make_model": Deep, "dataset": TensorData(X[:33].double(), Y[:33])}
+    dense = train(1, batch_size=8, **common)[0]
+    for result in train(2, strategy=name, policy="sync", **settings, **common):
+        for key, value in params(dense).items():
+            torch.testing.assert_close(params(result)[key], value, rtol=1e-10, atol=1e-10)
+
+
 def test_a_device_alone_trains_plainly() -> None:
     assert_exact(train(1, strategy="fsdp", batch_size=24), train(1, batch_size=24)[0], "sgd", torch.float64)
 

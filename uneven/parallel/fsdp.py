@@ -1,9 +1,9 @@
 """FSDP (ZeRO-3): params, gradients and optimizer state are sharded; a unit is unsharded while it computes.
 
 A unit is a part of the model, such as a block; params in no unit belong to the root, which stays unsharded from the
-start of forward to the end of backward. Every rank calls each unit once and in one order, so all ranks all-gather in
-one order known beforehand, and a rank without samples can take part (`backward_without_samples`). The next unit is
-prefetched while one computes. Gradients are reduced unit by unit, on a process group of their own.
+start of forward to the end of backward. Every rank calls each unit once and in one order, so the order of all
+collectives is known beforehand (units.py), and a rank without samples can take part (`backward_without_samples`). The
+next unit is prefetched while one computes. Gradients are reduced unit by unit, on a process group of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
-from uneven.parallel.hooks import BackwardPass, running_backward, weakly
+from uneven.parallel.hooks import running_backward, weakly
 from uneven.parallel.param_reads import ParamReads
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
@@ -85,17 +85,15 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             Unit(name, params, share_list, ranks, compute_dtype, copies)
             for name, params in params_by_unit(model, chosen)
         ]
-        self._unshard_order = UnshardOrder(self._units)
         self._called = 0
         self._without_graph: set[int] = set()  # units of this forward that have no hook for backward
-        self._is_over = False  # the backward of the last forward
-        self._pass = BackwardPass(self._end_of_backward)
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
         self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
         reduce_group = ranks.new_group()
         reduce_group.traffic = ranks.traffic  # counted together
         max_bytes = bucket_bytes(bucket_mb)
         self._reducer = ShardedReducer(self._trained, reduce_group, max_bytes, weakly(self._gradients_done), copies)
+        self._unshard_order = UnshardOrder(self._units, self._reducer)
         if made is not None:
             self.use_optimizer(made)
         self._handles = [
@@ -107,10 +105,8 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         return nullcontext()
 
     def backward_without_samples(self) -> None:
-        self._unshard_order.reset()
-        self._unshard_order.run_without_samples()
+        self._unshard_order.begin()
         self._reducer.backward_without_samples()
-        self._unshard_order.reset()
 
     def scale(self, factor: Tensor) -> None:
         self._reducer.scale(factor)
@@ -199,10 +195,9 @@ class FSDP(TakesOptimizer, SurvivesLosses):
                 "cannot see params that are gathered meanwhile; use strategy='zero2'"
             )
         if place == 0:
-            self._unshard_order.reset()  # a forward that had no backward
+            self._unshard_order.begin()
             self._called = 0
             self._without_graph.clear()
-            self._is_over = False
         if place != self._called:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
             raise InputError(
@@ -226,7 +221,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         if place == 0 and self._called < len(self._units):
             raise InputError(f"strategy='fsdp': block {self._units[self._called].name} was not called, and {BLOCKS}")
         if place == 0 and forward_only:
-            self._unshard_order.finish(forward_only)
+            self._unshard_order.reset()
         pre_backward = partial(_call_for_gradient, weakly(self._gradient_came), place)
         tensors = list(_tensors(output))
         if not tensors and not forward_only:
@@ -240,7 +235,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
                 tensor.register_hook(pre_backward)
 
     def _gradient_came(self, place: int) -> None:
-        if torch.is_grad_enabled() or self._is_over:
+        if torch.is_grad_enabled() or self._unshard_order.is_over:
             raise InputError(
                 "strategy='fsdp': a forward has one backward, and none with create_graph=True (torch.autograd.grad in "
                 "the loss, as in a gradient penalty): params are gathered for one only; use strategy='zero2'"
@@ -248,8 +243,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         self._pre_backward(place)
 
     def _pre_backward(self, place: int) -> None:
-        if self._pass.enter():
-            self._reducer.begin_backward()
+        self._reducer.begin_backward()
         self._unshard_order.pre_backward(place)
 
     def _gradients_done(self, shards: FlatShards) -> None:
@@ -257,10 +251,6 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         unit = self._unit_of[shards]
         if unit is not self._units[0] and not unit.has_frozen:
             unit.reshard()
-
-    def _end_of_backward(self) -> None:
-        self._is_over = True
-        self._unshard_order.finish()
 
 
 def _call_for_gradient(method: Callable[[int], None], place: int, grad: Tensor) -> None:

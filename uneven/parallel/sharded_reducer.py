@@ -6,6 +6,7 @@ steps (MuonAdamW). Both are gradient sources of a ShardedOptimizer.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,20 @@ from uneven.policy.redundancy import Copies
 MAX_IN_FLIGHT = 2  # buckets on the wire at once; more would hold more full gradients
 
 
+class Order(Protocol):
+    """Other collectives of a backward, among which buckets have their places: see [Note: order of a step] in units.py.
+
+    `started`: how many of them so far; `due`: of how many a bucket waits for the start.
+    """
+
+    started: int
+    due: dict[FlatShards, int]
+
+    def finish(self) -> None:
+        """Start all that are left."""
+        ...
+
+
 @dataclass
 class _ShardedBucket:
     """A range of a flat buffer, from `start` on, with the params that lie in it.
@@ -35,6 +50,8 @@ class _ShardedBucket:
     buffer: Tensor | None = None
     works: WorkList | None = None
     pending: int = 0
+    is_sent: bool = False
+    late: int = 0  # how many of the other collectives had been started when a gradient came after the bucket was sent
 
     @property
     def stop(self) -> int:
@@ -104,9 +121,14 @@ class ShardedReducer:
         self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
         self._ready: set[nn.Parameter] = set()  # in this backward
         self._sent = 0
+        self._order: Order | None = None
         self._pass = BackwardPass(self._end_of_backward)  # that is being reduced
         self._max_bytes = max_bytes
         self._hooks = [GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)]
+
+    def follow(self, order: Order) -> None:
+        """Send buckets at their places among other collectives."""
+        self._order = order
 
     def add(self, flat_shards: Sequence[FlatShards]) -> None:
         """More params, whose buckets are sent after the others'; those that were summed already have a new place."""
@@ -154,7 +176,7 @@ class ShardedReducer:
         self._used.clear()
 
     def backward_without_samples(self) -> None:
-        self._reset()
+        self.reset()
         self._end_of_backward()
 
     def close(self) -> None:
@@ -164,24 +186,47 @@ class ShardedReducer:
     def begin_backward(self) -> None:
         """Called by the first gradient, or by a strategy that knows earlier that backward has begun."""
         if self._pass.enter():
-            self._reset()
+            self.reset()
+
+    def has_sent_before(self, number: int) -> bool:
+        """Whether all buckets are sent that are due before this one of the other collectives."""
+        return self._sent == len(self._buckets) or self._due(self._buckets[self._sent]) > number
+
+    def send_before(self, number: int) -> None:
+        """Send the buckets that are due before this one of the other collectives, ready or not."""
+        while not self.has_sent_before(number):
+            self._send_next()
+
+    def send_ready(self) -> None:
+        while self._sent < len(self._buckets) and self._may_send(self._buckets[self._sent]):
+            self._send_next()
+
+    def _may_send(self, bucket: _ShardedBucket) -> bool:
+        return bucket.pending <= 0 and (self._order is None or self._due(bucket) <= self._order.started)
+
+    def _due(self, bucket: _ShardedBucket) -> int:
+        return 0 if self._order is None else self._order.due[bucket.shards]
 
     def _before_gradient(self, param: nn.Parameter) -> None:
         self.begin_backward()
         if param in self._ready:
             raise refuse_repeated()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget what a backward has left that failed."""
         self._ready.clear()
         self._sent = 0
         for bucket in self._buckets:
-            bucket.pending = len(bucket.params)
+            bucket.pending, bucket.is_sent, bucket.late = len(bucket.params), False, 0
             bucket.buffer = bucket.works = None
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         if param.grad is None:
             raise refuse_removed(param)
         bucket = self._bucket_of[param]
+        if bucket.is_sent and self._order is not None:
+            self._take_own_part(bucket)
+            bucket.late = self._order.started
         start = bucket.shards.starts[param] - bucket.start
         bucket.allocated()[start : start + param.numel()] = flat_memory(gradient_like(param))
         param.grad = None
@@ -189,15 +234,17 @@ class ShardedReducer:
         bucket.pending -= 1
         if bucket.pending == 0 and all(b.pending == 0 for b in self._buckets if b.shards is bucket.shards):
             self._gradients_done(bucket.shards)
-        while self._sent < len(self._buckets) and self._buckets[self._sent].pending <= 0:
-            self._send_next()
+        self.send_ready()
 
     def _send_next(self) -> None:
         if self._sent >= MAX_IN_FLIGHT:
             self._take_own_part(self._buckets[self._sent - MAX_IN_FLIGHT])
-        bucket = self._buckets[self._sent]
-        bucket.works = reduce_scatter_shards(self._group, bucket.allocated(), bucket.bounds, to_all=self._has_copies)
+        self._send(self._buckets[self._sent])
         self._sent += 1
+
+    def _send(self, bucket: _ShardedBucket) -> None:
+        bucket.works = reduce_scatter_shards(self._group, bucket.allocated(), bucket.bounds, to_all=self._has_copies)
+        bucket.is_sent = True
 
     def _take_own_part(self, bucket: _ShardedBucket) -> None:
         """Wait for a bucket, add what this rank holds of it to its sums, and free the rest."""
@@ -218,16 +265,34 @@ class ShardedReducer:
         bucket.buffer = bucket.works = None
 
     def _end_of_backward(self) -> None:
+        if self._order is not None:
+            self._order.finish()
         while self._sent < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
             self._take_own_part(bucket)
         own = [float(param in self._ready) for param in self._bucket_of]
-        flags = self._group.all_reduce(torch.tensor(own).to(self._buckets[0].shards.flat.device)).wait()
-        # A rank that used all params knows the result; reading the flags would make the host wait for the device.
-        is_used = own if all(own) else flags.tolist()
-        self._used.update(param for param, flag in zip(self._bucket_of, is_used, strict=True) if flag)
-        self._reset()
+        if self._order is None:
+            flags = self._group.all_reduce(torch.tensor(own).to(self._buckets[0].shards.flat.device)).wait()
+            # A rank that used all params knows the result; reading the flags would make the host wait for the device.
+            is_used = own if all(own) else flags.tolist()
+        else:
+            late = [float(bucket.late) for bucket in self._buckets]
+            flags = torch.tensor([*own, *late], dtype=torch.float64)  # on the host, which need not wait for the device
+            is_used = self._group.all_reduce_max(flags).wait().tolist()
+            self._send_late(self._order, is_used[len(own) :])
+        self._used.update(param for param, flag in zip(self._bucket_of, is_used, strict=False) if flag)
+        self.reset()
+
+    def _send_late(self, order: Order, late: Sequence[float]) -> None:
+        """Sum the gradients that came after their bucket was sent, and let it be due later from now on."""
+        due = 0
+        for bucket, started in zip(self._buckets, late, strict=True):
+            if started:
+                self._send(bucket)
+                self._take_own_part(bucket)
+            due = max(due, order.due[bucket.shards], int(started))
+            order.due[bucket.shards] = due
 
 
 def _make_buckets(shards: FlatShards, max_bytes: int) -> list[_ShardedBucket]:

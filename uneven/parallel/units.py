@@ -1,4 +1,4 @@
-"""FSDP units: parts of a model whose params are unsharded together, and the fixed order in which all ranks do so."""
+"""FSDP units: parts of a model whose params are unsharded together, and the one order of a step's collectives."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from torch import nn
 from uneven.comm.group import Group
 from uneven.comm.work import WorkList
 from uneven.errors import InputError
-from uneven.parallel.flat_shards import ReshardableShards, group_by_kind
+from uneven.parallel.flat_shards import FlatShards, ReshardableShards, group_by_kind
+from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.policy.redundancy import Copies
 
 
@@ -58,17 +59,37 @@ class Unit:
 
 
 class UnshardOrder:
-    """The order of all-gathers: the root and all units for forward, then all units but the last again for backward.
+    """The order of a step's all-gathers: the root and all units for forward, then all units but the last again for
+    backward, one unit ahead of what is needed (prefetch). The reducer's buckets have their places among them.
 
-    Invariant: every rank starts the same all-gathers in the same order, with or without samples, one unit ahead of what
-    it needs (prefetch). Collectives in different orders would hang.
+    [Note: order of a step] Every rank starts all collectives of a step in one order, whatever its samples need: the
+    buckets of a unit are sent after `due` of the all-gathers and before the next one. A rank that needs that one
+    earlier sends the buckets as they are; what comes too late for them is summed at the end of backward, and from then
+    on the unit is due later, on all ranks. Nobody waits for a collective before it has started all earlier ones, so
+    none waits for ever. In free orders a rank without samples, or one that does not use a param, would wait for an
+    all-gather while another one waits for its sums.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], reducer: ShardedReducer) -> None:
         self.units = units
-        self._last = len(units) - 1
-        self._order = [*range(len(units)), *range(self._last - 1, 0, -1)]
-        self._started = 0
+        self._last = last = len(units) - 1
+        self._order = [*range(len(units)), *range(last - 1, 0, -1)]
+        self.started = 0
+        self.is_over = False  # the backward of the last forward
+        # Backward of a unit begins when the one before it in the model has been prefetched.
+        self.due: dict[FlatShards, int] = {
+            shards: min(2 * last - place + 2, len(self._order))
+            for place, unit in enumerate(units)
+            for shards in unit.flat_shards
+        }
+        self._reducer = reducer
+        reducer.follow(self)
+
+    def begin(self) -> None:
+        """Begin a step; the last forward may have had no backward, or one that failed."""
+        self.reset()
+        self._reducer.reset()
+        self.is_over = False
 
     def pre_forward(self, place: int, forward_only: bool) -> None:
         """Unshard a unit for forward; `forward_only`: no backward follows, so nothing is prefetched for one."""
@@ -84,32 +105,33 @@ class UnshardOrder:
         if place and (place < self._last or forward_only):
             self.units[place].reshard()
 
-    def run_without_samples(self) -> None:
-        """Take part in the all-gathers of a step without computing anything."""
-        for position, place in enumerate(self._order):
-            self._advance(position, len(self._order) - 1)
-            if place:
-                self.units[place].reshard()
-
-    def finish(self, forward_only: bool = False) -> None:
-        """End a backward, or a forward without gradients. All-gathers that this rank did not need still take place."""
-        while not forward_only and self._started < len(self._order):
+    def finish(self) -> None:
+        """End a step: take part in the collectives that this rank did not need, without samples in all of them."""
+        while self.started < len(self._order):
             self._start_next()
+            if self.started > 1 and (before := self._order[self.started - 2]):
+                self.units[before].reshard()
         self.reset()
+        self.is_over = True
 
     def reset(self) -> None:
-        self._started = 0
+        self.started = 0
         for unit in self.units:
             unit.reshard()
 
     def _advance(self, position: int, last: int) -> None:
-        while self._started <= min(position + 1, last):
+        while self.started <= position:
+            self._start_next()
+        # Ahead of need nothing is sent before it is whole.
+        if self.started == position + 1 <= last and self._reducer.has_sent_before(self.started):
             self._start_next()
         self.units[self._order[position]].wait()
 
     def _start_next(self) -> None:
-        self.units[self._order[self._started]].start_unshard()
-        self._started += 1
+        self._reducer.send_before(self.started)
+        self.units[self._order[self.started]].start_unshard()
+        self.started += 1
+        self._reducer.send_ready()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
