@@ -40,6 +40,19 @@ def test_the_page_shows_ddp_beside_ours_below_the_verdict(tmp_path: Path) -> Non
     assert len(text) < 3_000_000
 
 
+def test_modes_that_were_not_run_are_on_the_page_with_the_reason(tmp_path: Path) -> None:
+    results = make_results("solo-0", "solo-1", "torch-ddp", "cpu-async")
+    results.modes = (*results.modes, "cpu-cadence", "cpu-sync")
+    results.skipped["cpu-cadence"] = "no time"
+    results.shortened = "fewer digits"
+    path = write_demo_page(order_in(tmp_path, "torch-ddp", "cpu-async"), results)
+    assert path is not None
+    text = path.read_text()
+    assert "Not measured: cpu-cadence (no time)." in text
+    assert "Not measured: cpu-sync (the demo was ended before)." in text
+    assert "Shortened: fewer digits." in text
+
+
 def test_no_verdict_is_made_of_disturbed_or_missing_runs(tmp_path: Path) -> None:
     results = make_results("solo-0", "solo-1", "torch-ddp", "cpu-async")
     results.summaries["solo-1"] = summary("solo-1", 10.0) | {"is_disturbed": True}

@@ -77,7 +77,7 @@ def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type
     table = out[: out.index("Together")]
     assert all(len(line) <= 80 for line in table.splitlines())
     assert err.splitlines()[0] == "LeNet on the digits inside the package, 3 epochs, 7 modes on cpu,cpu@0.4"
-    assert err.splitlines()[-1] == "7/7 cpu-async: 97.12 % right, 8.7 s of training"
+    assert err.splitlines()[-1] == "7/7 cpu-sync: 97.12 % right, 15.4 s of training"
 
 
 def test_disturbed_figures_are_marked_and_nothing_is_concluded_from_them(  # type: ignore[no-untyped-def]

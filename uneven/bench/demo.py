@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.modes import JOINT, PAIR, resolve_mode
+from uneven.bench.single.modes import PAIR, resolve_mode
 from uneven.bench.undisturbed import is_disturbed, mark
 from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware import yardstick
@@ -21,12 +21,14 @@ from uneven.hardware.preflight import check_device
 
 MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
-OURS = tuple(name for name in JOINT if name.startswith("cpu-"))  # every machine has these
+# Every machine has these. What the demo is about comes first: where the time ends early, the last ones are missing.
+OURS = ("cpu-async", "cpu-balanced", "cpu-cadence", "cpu-sync")
 EQUAL_BATCHES = (REFERENCE, "cpu-sync")
 IMPOSSIBLE = 1.05  # efficiency above this cannot be real: runs of some seconds differ by less than 5 % by chance
 FAR_OFF = 1.25  # ratio of measured to simulated gap: more than the inexactness of sleeping explains
 BUDGET_S = 240.0
 MODE_SHARE = 0.5  # the fraction of the remaining time that one mode may use, so that a slow one does not use all
+MORE = "--minutes gives it more"
 NEXT = "run 'uneven demo --help'"
 
 Summary = Mapping[str, Any]  # of one run, as single/run.py writes it
@@ -72,6 +74,7 @@ class Results:
     summaries: dict[str, Summary] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # mode -> why
     skipped: dict[str, str] = field(default_factory=dict)  # mode -> why the budget did not allow it
+    shortened: str | None = None  # why each mode trains fewer digits than were asked for (demo_length.py)
 
     @property
     def alone(self) -> tuple[float, ...] | None:
@@ -89,6 +92,13 @@ class Results:
     def undisturbed_alone(self) -> tuple[float, ...] | None:
         """As `alone`, but None if the run of a device alone was disturbed; conclusions use this one."""
         return None if any(mode.startswith("solo-") for mode in self.disturbed) else self.alone
+
+    @property
+    def not_run(self) -> dict[str, str]:
+        """Every mode without a result, and why."""
+        why = {mode: f"failed: {text.splitlines()[0]}" for mode, text in self.failures.items()} | self.skipped
+        missing = [mode for mode in self.modes if mode not in self.summaries]
+        return {mode: why.get(mode, "the demo was ended before") for mode in missing}
 
     @property
     def rows(self) -> list[ModeRow]:
@@ -213,15 +223,15 @@ def train_modes(
     any other error ends the demo.
     """
     train = train or _train
-    end_s, shortest_s = clock() + order.budget_s, 0.0
+    end_s, shortest_s, longest_s = clock() + order.budget_s, 0.0, 0.0
     for number, mode in enumerate(results.modes, 1):
         place, modes_left = f"{number}/{len(results.modes)} {mode}", len(results.modes) - number
         began_s = clock()
         left_s = end_s - began_s
-        # A mode that takes up to twice as long as the shortest so far may be merely slow: let it finish.
-        limit_s = max(MODE_SHARE * left_s, min(left_s, 2 * shortest_s)) if modes_left else left_s
+        # A mode that takes up to twice as long as the longest so far may be merely slow: let it finish.
+        limit_s = max(MODE_SHARE * left_s, min(left_s, 2 * longest_s)) if modes_left else left_s
         if left_s < shortest_s or left_s <= 0:
-            results.skipped[mode] = f"the {order.budget_s:.0f} s of the demo are nearly spent"
+            results.skipped[mode] = f"the time of the demo is nearly spent; {MORE}"
             report(f"{place} skipped: {results.skipped[mode]}")
             continue
         try:
@@ -232,14 +242,14 @@ def train_modes(
                 summary = results.summaries[mode] = train(order, mode, limit_s)
         except StoppedError:
             if mode not in results.summaries:
-                results.skipped[mode] = f"not finished after {limit_s:.0f} s, its part of the demo's time"
+                results.skipped[mode] = f"not finished after {limit_s:.0f} s, its part of the demo's time; {MORE}"
                 report(f"{place} given up: {results.skipped[mode]}")
                 continue
         except RankError as error:
             results.failures[mode] = str(error)
             report(f"{place} failed: {str(error).splitlines()[0]}")
             continue
-        shortest_s = min(shortest_s or took_s, took_s)
+        shortest_s, longest_s = min(shortest_s or took_s, took_s), max(longest_s, took_s)
         accuracy, seconds = 100 * summary["quality"][METRIC], summary["train_seconds"]
         report(f"{place}: {accuracy:.2f} % right, {mark(f'{seconds:.1f} s', is_disturbed(summary))} of training")
 

@@ -118,6 +118,8 @@ def _table(order: DemoOrder, results: Results) -> str:
     heads = ["mode", METRIC, "time", *(["speed-up", "efficiency"] if results.alone is not None else [])]
     notes = [line for line in (results.sentence, results.doubt) if line is not None]
     notes += [FOOTNOTE] if results.disturbed else []
+    notes += [f"Not measured: {mode} ({why})." for mode, why in results.not_run.items()]
+    notes += [] if results.shortened is None else [f"Shortened: {results.shortened}."]
     notes.append("Speed-up: over the fast device alone. Efficiency: of the devices' speeds alone, added up.")
     return fit_table(heads, rows, "modes") + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 

@@ -28,7 +28,9 @@ def demo(
         int | None, typer.Option(min=1, help="Train on the first N digits only.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and order.")] = 0,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time budget; modes that do not fit are skipped.")] = 4.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Time budget: a slow machine trains fewer digits in each mode.")
+    ] = 4.0,
     repeat: Annotated[bool, typer.Option("--repeat/--no-repeat", help="Measure a disturbed mode again.")] = True,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-S below it.")] = Path("runs")
     / "demo",
@@ -37,6 +39,7 @@ def demo(
     """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
     The devices are simulated on this machine's cores, the digits are in the package; about three minutes on two cores.
+    Where that is too long for --minutes, each mode trains fewer digits, and one that has no time after all is named.
     A mode that other programs disturbed is measured again where the budget allows it, else marked. Ctrl-C shows what is
     finished by then. Exit codes: 0 done, 1 a mode failed, 2 bad input, 3 this machine cannot, 130 stopped. Examples:
 
@@ -45,6 +48,7 @@ def demo(
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
     from uneven.bench.demo import DemoOrder, check, threads, train_modes
+    from uneven.bench.demo_length import fit_length
     from uneven.bench.demo_page import write_demo_page
     from uneven.bench.single.modes import limit_threads
 
@@ -65,6 +69,9 @@ def demo(
         _announce(order, results)
     end: BaseException | None = None
     try:
+        order = fit_length(order, results)
+        if results.shortened is not None and not as_json:
+            print(f"Note: {results.shortened}", file=sys.stderr, flush=True)
         train_modes(order, results, (lambda _: None) if as_json else _print_progress)
     except (KeyboardInterrupt, Terminated, InputError, MachineError) as error:
         if not results.summaries and not isinstance(error, KeyboardInterrupt | Terminated):
@@ -100,7 +107,8 @@ def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool, pa
     from uneven.bench.demo import notes
 
     asked = {"epochs": order.epochs, "samples": order.samples, "seed": order.seed, "out": str(order.out)}
-    more = {"notes": notes(order), "interrupted": is_interrupted, "page": None if page is None else str(page)}
+    said = [] if results.shortened is None else [results.shortened]
+    more = {"notes": [*notes(order), *said], "interrupted": is_interrupted, "page": None if page is None else str(page)}
     print(json.dumps({**results.to_json(), **asked, **more}, indent=1))
 
 
@@ -112,8 +120,9 @@ def _print(order: "DemoOrder", results: "Results", is_interrupted: bool, page: P
     if results.summaries:
         console.print(_table(results))
         console.print("\n".join(_explanations(order, results, page)))
-    for mode, reason in results.skipped.items():
-        console.print(f"not measured: {mode} ({reason})")
+    for mode, reason in results.not_run.items():
+        if not is_interrupted or mode in {**results.failures, **results.skipped}:
+            console.print(f"not measured: {mode} ({reason})")
     if is_interrupted:
         console.print(_describe_unfinished(order, results))
 
