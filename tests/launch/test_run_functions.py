@@ -1,6 +1,7 @@
 """What the user's functions find in a run of `fit`: random numbers, the modes of the model and of torch, their rank."""
 
 import importlib
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from tests.launch.test_run import X, Y, eval_step, make_net, train, train_step
-from uneven import Ddp, TensorData
-from uneven.data import module_values
+from uneven import Ddp, InputError, TensorData
+from uneven.data.keyed_dataset import WorkerStart
 
 
 def mixing_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -107,7 +108,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "    return scale * torch.nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(module_values, "_given", None)  # by a test that has read a payload in this process
     module = importlib.import_module("my_settings")
     module.hidden, module.scale = 16, 3.0
     yield importlib.import_module("my_net")
@@ -115,14 +115,14 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-def test_what_the_script_has_set_in_another_module_holds_in_ranks_and_loader_processes(settings: Any) -> None:
+def test_what_the_script_has_set_in_another_module_is_refused_by_name(settings: Any) -> None:
     """They import it anew: where it was read as the file has it, another model was trained, without a word."""
     common: dict[str, Any] = {"model": settings.make, "dataset": settings.Data(), "step": settings.step, "epochs": 1}
-    expected = train(**common).params
-    assert expected["0.weight"].shape == (16, 6)
-    found = train(**common, devices="cpu,cpu", global_batch_size=16, num_workers=1).params
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert train(**common).params["0.weight"].shape == (16, 6), "one device trains in the script's own process"
+    with pytest.raises(InputError, match=r"my_settings\.hidden = 16.*ranks.*uneven run"):
+        train(**common, devices="cpu,cpu", global_batch_size=16)
+    with pytest.raises(InputError, match=r"my_settings\.hidden = 16.*loader processes.*num_workers"):
+        pickle.dumps(WorkerStart(None, ends_with_rank=False))  # for a loader process that is not forked
 
 
 def test_what_an_object_in_another_module_makes_of_the_ranks_is_said(

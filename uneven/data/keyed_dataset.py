@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from uneven.data.changed_settings import refuse_changed_settings
 from uneven.data.epoch_order import seed_generators
 from uneven.data.loader_context import end_with_parent, outlive_sigterm
-from uneven.data.module_values import Changed, read_changed, set_changed
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
 from uneven.data.torch_modes import TorchModes
 
@@ -57,13 +57,11 @@ class WorkerStart:
             self._worker_init_fn(worker)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        set_there = (TorchModes.read(), read_changed())
-        return _unpickle_start, (set_there, dumps(self._worker_init_fn), self._ends_with_rank)
+        refuse_changed_settings("loader processes", "pass it to the data set as an argument, or use num_workers=0")
+        return _unpickle_start, (TorchModes.read(), dumps(self._worker_init_fn), self._ends_with_rank)
 
 
-def _unpickle_start(set_here: tuple[TorchModes, Changed], pickled: bytes, ends_with_rank: bool) -> WorkerStart:
-    """In a loader process that was not forked: nothing has set torch's modes and the modules' settings yet."""
-    modes, changed = set_here
+def _unpickle_start(modes: TorchModes, pickled: bytes, ends_with_rank: bool) -> WorkerStart:
+    """In a loader process that was not forked: nothing has set torch's modes yet."""
     modes.set()
-    set_changed(changed)
     return WorkerStart(loads(pickled), ends_with_rank)

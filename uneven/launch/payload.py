@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from uneven.data.module_values import read_changed, set_changed
 from uneven.data.pickling import MAPPED_BYTES, give_mapped, key_of_memmap
 from uneven.data.torch_modes import TorchModes
 from uneven.errors import MachineError
@@ -29,7 +28,7 @@ from uneven.files import why_not_written
 
 def write_payload(content: Any, folder: Path) -> None:
     buffer = io.BytesIO()
-    pickle.dump((TorchModes.read(), read_changed()), buffer)
+    pickle.dump(TorchModes.read(), buffer)
     _Pickler(buffer, folder).dump(content)
     with _writing_to(folder):
         (folder / "payload").write_bytes(buffer.getvalue())
@@ -49,11 +48,9 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def read_payload(folder: Path) -> Any:
-    """The content, with torch's modes, and the settings in the user's modules, set to those of the launcher."""
+    """The content, with torch's modes set to those of the launcher."""
     with (folder / "payload").open("rb") as file:
-        modes, changed = pickle.load(file)
-        modes.set()
-        set_changed(changed)
+        pickle.load(file).set()
         return _Unpickler(file, folder).load()
 
 

@@ -1,9 +1,9 @@
 """What the user's functions make in the script's process, and whether they make the same in the ranks of `fit`.
 
-The ranks import the user's modules anew. Settings that the script has changed there travel (data/module_values.py), but
-not objects, so that a model or an optimizer may be another one than the script means. The launcher's trial
-(launch/checks/trial.py) describes what was made, and rank 0 says where its own differ. That is no error: a function may
-ask for the world size, which only a rank knows.
+The ranks import the user's modules anew. A setting that the script has changed there is refused
+(data/changed_settings.py); an object is not compared, so that a model or an optimizer may be another one than the
+script means. The launcher's trial (launch/checks/trial.py) describes what was made, and rank 0 says where its own
+differ. That is no error: a function may ask for the world size, which only a rank knows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

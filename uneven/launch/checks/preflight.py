@@ -13,6 +13,7 @@ from pathlib import Path
 from uneven.comm.group import has_nccl
 from uneven.comm.segment import why_impossible
 from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
+from uneven.data.changed_settings import refuse_changed_settings
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.replay import read_global_batch, read_log
@@ -108,6 +109,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices), roster.machines)
     made = None
+    if context.is_alone and needs_ranks(devices):
+        refuse_changed_settings("ranks", "pass it to your functions as an argument, or start the script by uneven run")
     # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
