@@ -88,10 +88,24 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
         file.write(content)
 
 
+_closed: list[Path] = []  # folders that this process writes no results to
+
+
+def close_folder(folder: Path) -> None:
+    """On a machine that joined: `out` of the leader, which is not below the folder where `uneven join` was typed."""
+    _closed.append(folder)
+
+
+def is_closed(path: Path) -> bool:
+    return any(path.resolve().is_relative_to(folder) for folder in _closed)
+
+
 @contextmanager
 def replacing(path: Path, work: Path | None = None) -> Iterator[IO[bytes]]:
     """Write a file that takes the place of `path` at the end: that holds all of the new content, or after a failure the
     old one. `file.name` is its path until then, in `work` (default: the same folder), on the same file system."""
+    if is_closed(path):
+        raise PermissionError(errno.EACCES, "it is outside of the folder in which uneven join was typed", str(path))
     with tempfile.NamedTemporaryFile(dir=work or path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             yield file
@@ -162,6 +176,10 @@ def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
     `overwrite` they are removed. A folder with other files in it is refused without `overwrite` and kept with it.
     Writing the mark shows at once whether the folder can be written to: that must fail before training, not after it.
     """
+    if is_closed(path):
+        raise InputError(
+            f"out={str(path)!r} is not below the folder in which uneven join was typed; give a relative one"
+        )
     try:
         if path.is_symlink() and not path.exists():
             raise InputError(f"out={str(path)!r} is a symbolic link to nothing; remove it, or choose another folder")

@@ -5,6 +5,13 @@ from collections.abc import Collection, Sequence
 GIB = 2**30
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with all that could move a terminal's cursor, colour it or hide something written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def format_count(number: int | None, noun: str) -> str:
     """'1 rank', '2 ranks'; '? ranks' where the number is not known."""
     return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"

@@ -21,7 +21,7 @@ V6 = Interface("eth2", "physical", True, (), ("fe80::2", "2001:db8::20"))
 
 def options(**given: Any) -> LeadOptions | None:
     names = ("nodes", "hosts", "token", "bind", "port", "ports", "wait", "ssh")
-    return lead_options(**{**dict.fromkeys(names), "ship": False, "environ": {}, **given})
+    return lead_options(**{**dict.fromkeys(names), "environ": {}, **given})
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("2", (2, 2)), ("2-4", (2, 4)), ("1-3", (1, 3)), ("1", (1, 1))])
@@ -49,10 +49,8 @@ def test_ports() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ship": True}, "--ship is for several machines: add --nodes"),
         ({"bind": "192.0.2.1"}, "--bind is for several"),
         ({"token": "long-enough"}, "--token or --token-file is for several"),
-        ({"nodes": "1", "ship": True}, "--ship with --nodes 1"),
         ({"nodes": "2", "wait": -1.0}, "--wait -1"),
         ({"nodes": "2", "port": 0}, "--port 0"),
         ({"nodes": "2", "ssh": "ssh"}, "--ssh is for the machines of --hosts"),
@@ -156,8 +154,7 @@ def test_hosts_of_a_file(tmp_path: Path) -> None:
     *ssh, where, remote = join_command(first, "192.0.2.10:7000", "ssh -p 2222")
     assert (ssh, where) == (["ssh", "-p", "2222", "-T", "-o", "BatchMode=yes"], "ann@192.0.2.11")
     assert remote == (
-        "cd 'my project' && exec venv/bin/python -m uneven join 192.0.2.10:7000 --token-file - "
-        "--devices cuda:0,cuda:1 --allow-ship"
+        "cd 'my project' && exec venv/bin/python -m uneven join 192.0.2.10:7000 --token-file - --devices cuda:0,cuda:1"
     )
     assert join_command(second, "192.0.2.10:7000", "ssh")[-2] == "box"
     path.write_text('hosts = ["box", "ann@192.0.2.11"]')

@@ -27,17 +27,14 @@ Json = Annotated[
 def join(
     leader: Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help="The leader's address, as it printed it.")],
     script: Annotated[
-        Path | None, typer.Argument(help="The script, if it is not at the leader's path below this folder.")
+        Path | None,
+        typer.Argument(help="The one script that the leader may run here; default: any Python file of this folder."),
     ] = None,
     token: Annotated[str | None, typer.Option("--token", help="The leader's token.", metavar="TOKEN")] = None,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="The file with the token; - is stdin.", metavar="FILE")
     ] = None,
     devices: Devices = "auto",
-    allow_ship: Annotated[
-        bool,
-        typer.Option("--allow-ship", help="Take the script's folder from the leader if it differs (--ship there)."),
-    ] = False,
     wait: Annotated[
         float, typer.Option("--wait", help="Seconds to try if no leader answers.", metavar="SECONDS")
     ] = 8.0,
@@ -46,7 +43,13 @@ def join(
     """Take part in a run that another machine leads, with this machine's devices.
 
     Script, arguments and settings come from the leader. The script must be here, too, at the same path below the
-    current folder and with the same content. The token may also be in UNEVEN_TOKEN. Exit codes are those of uneven run.
+    current folder and with the same content.
+
+    What the token permits: whoever has it, and the address, can have this machine run, as your user, any Python file
+    of yours below the current folder whose content they know, or SCRIPT alone if you name it, with arguments and
+    settings of their choice. Nothing is copied to this machine. The arguments are shown before the run.
+
+    The token may also be in UNEVEN_TOKEN. Exit codes are those of uneven run.
 
     SIGTERM or Ctrl-C here, or uneven leave in another terminal, lets the ranks of this machine hand in what they have
     trained and leave; the others continue, and the exit code is 0. A second signal ends them at once. If the run cannot
@@ -56,7 +59,7 @@ def join(
 
       uneven join 192.0.2.10:29400 --token TOKEN
 
-      uneven join 192.0.2.10:29400 --token-file token --devices cuda:0,cuda:1 --allow-ship
+      uneven join 192.0.2.10:29400 --token-file token --devices cuda:0,cuda:1
     """
     from uneven.launch.nodes.node import JoinOptions, join_run
     from uneven.launch.results_file import stdout_to_stderr
@@ -66,7 +69,7 @@ def join(
         print(f"uneven: {line}", file=sys.stderr, flush=True)
 
     known = need_token(read_token(token, token_file))
-    options = JoinOptions(leader, known, devices, script, allow_ship, wait)
+    options = JoinOptions(leader, known, devices, script, wait)
     begin_s = time.monotonic()
     with stdout_to_stderr() if as_json else nullcontext():
         join_run(options, say)

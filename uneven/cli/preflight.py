@@ -40,7 +40,7 @@ def preflight(
     # As the run will have them: run.toml and the environment count, too.
     sources = find_sources(found or Script(Path("train.py")), {"devices": devices, "skip": skip, **options})
     devices, skip = sources["devices"].value, sources["skip"].value
-    machines = read_machines({"ship": None, **options}, skip)
+    machines = read_machines(options, skip)
     if machines is None:
         _check_here(found, devices, as_json)
         return
@@ -96,7 +96,6 @@ def _give_options() -> None:
         ],
     }
     defaults = {"script": None, "devices": None, "module": False, "as_json": False, "skip": None}
-    shared = {name: kind for name, kind in MACHINE_OPTIONS.items() if name not in ("ship",)}
     parameters = [
         inspect.Parameter(
             name,
@@ -104,7 +103,7 @@ def _give_options() -> None:
             default=defaults.get(name),
             annotation=kind,
         )
-        for name, kind in {**kinds, **shared}.items()
+        for name, kind in {**kinds, **MACHINE_OPTIONS}.items()
     ]
     preflight.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     preflight.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

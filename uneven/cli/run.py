@@ -147,7 +147,6 @@ def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | Non
         port=given["port"],
         ports=parse_ports(given["ports"]),
         wait=given["wait"],
-        ship=bool(given["ship"]),
         ssh=given["ssh"],
         skip=read_skip(skip),
     )
@@ -261,15 +260,6 @@ MACHINE_OPTIONS: dict[str, Any] = {
             "--wait",
             help="How long to wait for the fewest machines (600), and then for more of them (30).",
             metavar="SECONDS",
-            rich_help_panel=MACHINES,
-        ),
-    ],
-    "ship": Annotated[
-        bool | None,
-        typer.Option(
-            "--ship",
-            help="Send the text files of the script's folder to machines where they differ and that allow it "
-            "(uneven join --allow-ship). Otherwise such a machine is refused, with the difference.",
             rich_help_panel=MACHINES,
         ),
     ],

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
 from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
-from uneven.files import check_resumed_folder
+from uneven.files import check_resumed_folder, close_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.launch.compared import execute_compared
 from uneven.launch.control.listing import Listing, listed
 from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import LaunchEnvironment
@@ -164,9 +165,11 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
     context.start_heartbeat(lambda: {"handles_stop": True}, end)
     set_process_context(context)
     hand_down(order.get("plan"))
+    if order.get("closed") is not None:
+        close_folder(Path(order["closed"]))
     try:
         with _told_if_never_begun(context):
-            execute(Script.from_json(order))
+            execute(Script.from_json(order), order.get("code"))
         _end_as_python_does()
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -268,20 +271,23 @@ def visit_script(script: Script, settings: Mapping[str, Any], visitor: "Visitor"
     return None
 
 
-def execute(script: Script) -> None:
+def execute(script: Script, code: Mapping[str, str] | None = None) -> None:
     """As `python script.py args` would: `__name__` is "__main__", sys.argv and sys.path are the script's own.
 
-    As `python -m` would for a module. Its own folder comes before this one, which may hold another version of it where
-    the leader of a run over machines has sent its files.
+    As `python -m` would for a module. `code`: on a machine that joined, what was compared and alone may run.
     """
     sys.argv = [str(script.path), *script.args]
     # In the place of the folder of what runs now, which -P and PYTHONSAFEPATH have left out.
     replaced = 0 if getattr(sys.flags, "safe_path", False) else 1
     if script.module is None:
         sys.path[:replaced] = [str(script.folder)]
-        runpy.run_path(str(script.path), run_name="__main__")
     else:
         sys.path[:replaced] = dict.fromkeys([str(script.folder), str(Path.cwd())])
+    if code is not None:
+        execute_compared(script, code)
+    elif script.module is None:
+        runpy.run_path(str(script.path), run_name="__main__")
+    else:
         runpy.run_module(script.module, run_name="__main__", alter_sys=True)
 
 

@@ -1,11 +1,15 @@
 """The code of a run: digests of the script, of the files beside it that it imports, and of the installed uneven.
 
 Read by machines/facts.py on every machine and compared by machines/parity.py. A file beside the script that it does
-not import may differ: a scratch file on one machine is no reason to refuse a run.
+not import may differ: a scratch file on one machine is no reason to refuse a run. On a machine that joins, its ranks
+run what was compared, and nothing else (launch/compared.py).
 """
 
 import ast
-from collections.abc import Iterator
+import difflib
+import os
+import stat
+from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +17,10 @@ from pathlib import Path
 import uneven
 
 MOST_FILES = 300  # a larger project is compared as far as these
-MOST_BYTES = 4 << 20  # of one file
+MOST_BYTES = 32 << 20  # of one file
+MOST_DIFF_LINES = 20
+MOST_TEXT = 1 << 18  # of a script that is shown
+UNREADABLE = "unreadable: "  # in the place of a digest
 
 
 def script_digests(script: Path, folder: Path, package: str | None = None) -> dict[str, str]:
@@ -38,12 +45,51 @@ def package_digest() -> str:
     return whole.hexdigest()[:16]
 
 
+def read_code(path: Path) -> bytes:
+    """The content of a plain file, read once; OSError for anything else: a pipe would be waited for without end."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(0, "it is no plain file")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(0, f"it is larger than {MOST_BYTES >> 20} MB")
+    return content
+
+
+def digest(content: bytes) -> str:
+    return sha256(content).hexdigest()
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The files whose digests differ, or that one side lacks or cannot read."""
+    names = dict.fromkeys((*ours, *theirs))
+    return [name for name in names if ours.get(name) != theirs.get(name) or ours[name].startswith(UNREADABLE)]
+
+
+def short_diff(theirs: str, ours: str, host: str, name: str) -> list[str]:
+    """What the leader's text has in place of theirs, in a few lines."""
+    lines = list(
+        difflib.unified_diff(
+            theirs.splitlines(), ours.splitlines(), f"{host}: {name}", f"leader: {name}", n=1, lineterm=""
+        )
+    )
+    more = len(lines) - MOST_DIFF_LINES
+    return lines if more <= 0 else [*lines[:MOST_DIFF_LINES], f"... and {more} lines more"]
+
+
+def script_text(path: Path) -> str:
+    """Its text as far as it is worth comparing; empty where it cannot be read."""
+    try:
+        return read_code(path)[:MOST_TEXT].decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return sha256(file.read(MOST_BYTES)).hexdigest()[:16]
+        return digest(read_code(path))
     except OSError as error:
-        return f"unreadable: {error.strerror}"
+        return f"{UNREADABLE}{error.strerror}"
 
 
 def _imported_files(script: Path, folder: Path, package: str | None) -> set[Path]:
@@ -61,8 +107,8 @@ def _imported_files(script: Path, folder: Path, package: str | None) -> set[Path
 def _imported_names(path: Path) -> Iterator[str]:
     """The top-level names that a module imports; a relative import stays in its package, which is read as a whole."""
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(read_code(path))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return  # Python itself says what is wrong with it
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -12,14 +12,16 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from uneven.files import failure_mark, leave_mark, read_mark, why_not_written
+from uneven.machines.messages import FILES, checked
 from uneven.machines.transfer import ANSWER_S, MAX_FILE, NEVER, NOT_YET, RefusedError, receive_file, send_file
-from uneven.machines.wire import Connection, WireError
+from uneven.machines.wire import BadMessageError, Connection, WireError
 
 IDLE_S = 60.0  # for the next request of a connection
 MAX_RECORD = 1 << 30  # bytes of a rank's JSON
@@ -42,7 +44,9 @@ class _Share:
 class FileService:
     """One per leader, for all connections of `role: files`; `handle` runs in a thread of the door's for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """`say` shows a line about a machine that does not speak as agreed."""
+        self._say = say
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
 
@@ -55,14 +59,22 @@ class FileService:
             "give up": self._give_up,
             "get": self._get,
         }
-        with suppress(OSError):  # a WireError, too: the other side is gone, or does not speak as agreed
-            while (action := actions.get(str(message.get("do")))) is not None:
+        where = connection.peer_address
+        try:
+            request = checked(message, FILES)
+            while (action := actions.get(request.get("do", ""))) is not None:
                 try:
-                    action(connection, message)
+                    action(connection, request)
                 except RefusedError as refused:
                     connection.send(refused=str(refused))
-                message = connection.read(IDLE_S)
+                request = checked(connection.read(IDLE_S), FILES)
             connection.send(refused="there is no such request")
+        except BadMessageError as error:
+            self._say(f"  a connection of {where} was ended: {error}")
+            with suppress(WireError):
+                connection.send(refused=str(error))
+        except OSError:
+            pass  # a WireError, too: the other side is gone
         connection.close()
 
     def _open(self, connection: Connection, message: dict[str, Any]) -> None:
@@ -166,7 +178,7 @@ class FileService:
 
     def _partial(self, share: _Share, message: dict[str, Any]) -> Path:
         name = str(message.get("partial"))
-        if not share.places or not re.fullmatch(rf"\.(step|epoch)-\d+\.partial-{message['key']}_\d+", name):
+        if not share.places or not re.fullmatch(rf"\.(step|epoch)-\d+\.partial-{message.get('key')}_\d+", name):
             raise RefusedError(f"{name[:100]!r} is no checkpoint of this run")
         return share.folder / name
 

@@ -35,7 +35,6 @@ class Host:
     folder: str | None = None
     python: str = "python3"
     name: str = ""  # for what it prints; its address where it has none
-    allow_ship: bool = True  # the leader's own user started it
 
     @property
     def label(self) -> str:
@@ -57,7 +56,6 @@ def join_command(host: Host, place: str, ssh: str) -> list[str]:
     """What starts `uneven join` there; the token is read from stdin."""
     words = [host.python, "-m", "uneven", "join", place, "--token-file", "-"]
     words += ["--devices", host.devices] if host.devices else []
-    words += ["--allow-ship"] if host.allow_ship else []
     remote = f"exec {shlex.join(words)}"
     if host.folder:
         # A leading ~ is the shell's to expand.
@@ -146,10 +144,8 @@ def _read_host(entry: Any, where: str) -> Host:
     for name, value in entry.items():
         if name not in known:
             raise InputError(f"{where}: {name!r} is not known; allowed are {', '.join(known)}")
-        if not isinstance(value, bool if name == "allow_ship" else str):
-            raise InputError(
-                f"{where}: {name} = {value!r} must be {'true or false' if name == 'allow_ship' else 'text'}"
-            )
+        if not isinstance(value, str):
+            raise InputError(f"{where}: {name} = {value!r} must be text")
     if "address" not in entry and "name" in entry:
         entry = {**entry, "address": entry["name"]}
     address = entry.get("address", "")

@@ -31,7 +31,6 @@ class LeadOptions:
     port: int | None = None  # of the door
     ports: Ports | None = None  # of everything that listens
     wait: float | None = None
-    ship: bool = False
     skip: tuple[str, ...] = ()  # the setting `skip`: checks that the user leaves out
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
@@ -126,7 +125,6 @@ def lead_options(
     port: int | None,
     ports: Ports | None,
     wait: float | None,
-    ship: bool,
     ssh: str | None,
     skip: tuple[str, ...] = (),
     environ: Mapping[str, str] = os.environ,
@@ -134,7 +132,7 @@ def lead_options(
     """The options together; None where this machine trains alone. InputError where one of them has no effect."""
     if nodes is None and hosts is None:
         given: dict[str, object] = {"--bind": bind, "--port": port, "--ports": ports, "--wait": wait, "--ssh": ssh}
-        given |= {"--ship": ship or None, "--token or --token-file": token}
+        given["--token or --token-file"] = token
         for flag, value in given.items():
             if value is not None:
                 raise InputError(f"{flag} is for several machines: add --nodes N or --hosts FILE, or leave it out")
@@ -150,10 +148,8 @@ def lead_options(
     if count is not None and not fewest <= count <= most:
         raise InputError(f"--nodes {nodes} with --hosts of {count - 1} machines: with this one they are {count}")
     if most == 1:
-        if ship:
-            raise InputError("--ship with --nodes 1: there is no other machine to send the script to; leave it out")
         return None
     return LeadOptions(
-        fewest, most, token or new_token(), token is None, bind, port, ports, wait, ship, skip, hosts or (),
+        fewest, most, token or new_token(), token is None, bind, port, ports, wait, skip, hosts or (),
         ssh or environ.get("UNEVEN_SSH") or "ssh",
     )  # fmt: skip

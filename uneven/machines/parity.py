@@ -147,11 +147,11 @@ def _compare_code(leader: Mapping[str, Any], other: Mapping[str, Any]) -> list[D
     for name, digest in ours.items():
         if theirs.get(name) != digest:
             found = "missing" if name not in theirs else f"another ({theirs[name][:8]})"
-            fix = "copy the leader's there, or pass --ship on both sides"
+            fix = "copy the leader's there (git, rsync)"
             return [Difference(_host(other), f"the file {name}", found, digest[:8], fix, "code")]
     for name in theirs:
         if name not in ours:
-            fix = "copy the leader's script there, or pass --ship on both sides"
+            fix = "copy the leader's script there (git, rsync)"
             return [Difference(_host(other), f"the file {name}", "imported", "not there", fix, "code")]
     return []
 

@@ -10,22 +10,26 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from uneven.machines.wire import Connection, WireError
+from uneven.machines.messages import FROM_LEADER, Fields, checked
+from uneven.machines.wire import BadMessageError, Connection, WireError
 
 INTERVAL_S = 1.0
 STARTING_S = 60.0  # loading torch from a cold disk stops every thread of a process for a while
 RUNNING_S = 5.0
+MOST_WAITING = 100  # messages that nobody has taken; the other side waits then
 
 
 class Session:
     """Life cycle: from the handshake to `close()`. Any thread may send; one takes the messages."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, fields: Fields = FROM_LEADER) -> None:
+        """`fields` are those that the other side may send."""
         self.own_address, self.address = connection.own_address, connection.peer_address
         self.limit_s = STARTING_S
         self.why_lost: str | None = None  # why nothing can come any more
         self._connection = connection
-        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._fields = fields
         self._closed = threading.Event()
         for target in (self._read, self._tell):
             threading.Thread(target=target, name="uneven-session", daemon=True).start()
@@ -60,6 +64,11 @@ class Session:
         while self.why_lost is None and time.monotonic() < end_s:
             time.sleep(0.02)
 
+    def end(self, why: str) -> None:
+        """It has sent what does not fit: nothing of it is read any more."""
+        self.why_lost = self.why_lost or why
+        self.close()
+
     def close(self) -> None:
         self._closed.set()
         self._connection.close()
@@ -69,11 +78,20 @@ class Session:
             while True:
                 message = self._connection.read(self.limit_s)
                 if "alive" not in message:
-                    self._inbox.put(message)
+                    self._deliver(checked(message, self._fields))
         except WireError as error:
             silent = f"nothing was heard for {self.limit_s:g} s"
-            self.why_lost = silent if "in time" in str(error) else str(error)
-            self._inbox.put(None)
+            self.why_lost = self.why_lost or (silent if "in time" in str(error) else str(error))
+            with suppress(queue.Full):  # then somebody takes what came before, and looks
+                self._inbox.put_nowait(None)
+            if isinstance(error, BadMessageError):
+                self.close()
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        while not self._closed.is_set():
+            with suppress(queue.Full):
+                self._inbox.put(message, timeout=INTERVAL_S)
+                return
 
     def _tell(self) -> None:
         while not self._closed.wait(INTERVAL_S) and self.why_lost is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from uneven.errors import InputError
 from uneven.files import replacing
+from uneven.format import printable
 from uneven.machines.wire import Connection, WireError, greet
 
 CONNECT_S = 10.0
@@ -65,7 +66,7 @@ def receive_file(
     """
     header = connection.read(header_s)
     if "refused" in header:
-        raise RefusedError(str(header["refused"])[:500])
+        raise RefusedError(printable(str(header["refused"])[:500]))
     name, size, crc = header.get("name"), header.get("size"), header.get("crc32")
     if not isinstance(name, str) or name not in expected or not _NAME.fullmatch(name):
         raise WireError(f"an unexpected file {str(name)[:100]!r}")
@@ -131,7 +132,7 @@ class LeaderFiles:
         """Called by rank 0: open a folder to the other machines, for reading (`names` of files in it) or for their
         parts of checkpoints (`places`: how messages name each rank). WireError where the leader does not."""
         with self._asking("share", key=key, folder=str(folder.absolute()), names=names, places=places) as connection:
-            proof = Path(_answer(connection, "prove"))
+            proof = Path(str(_answer(connection, "prove")))
             # Not where a stranger asks us to write: an empty file of a name that only the leader could have made up.
             if not proof.parent.is_dir() or proof.parent.stat().st_uid != os.getuid():
                 raise RefusedError("rank 0 is not on the leader's machine")
@@ -210,7 +211,7 @@ class LeaderFiles:
 def _answer(connection: Connection, wanted: str) -> Any:
     answer = connection.read(ANSWER_S)
     if "refused" in answer:
-        raise RefusedError(str(answer["refused"])[:500])
+        raise RefusedError(printable(str(answer["refused"])[:500]))
     if wanted not in answer:
         raise WireError("the leader does not speak as agreed")
     return answer[wanted]

@@ -28,6 +28,10 @@ class WireError(ConnectionError):
     """The other side is gone, silent, or does not speak as agreed."""
 
 
+class BadMessageError(WireError):
+    """It sent what nobody of this version sends: the connection is of no use any more."""
+
+
 class Connection:
     """Lines in both directions over one socket. One thread reads; any thread may send."""
 
@@ -44,7 +48,10 @@ class Connection:
 
     @property
     def peer_address(self) -> str:
-        return str(self._sock.getpeername()[0])
+        try:
+            return str(self._sock.getpeername()[0])
+        except OSError:  # it has hung up already
+            return "an unknown address"
 
     def send(self, **message: Any) -> None:
         """WireError where the other side is gone."""
@@ -59,12 +66,12 @@ class Connection:
         end_s = time.monotonic() + timeout_s
         while (length := self._received.find(b"\n")) < 0:
             if len(self._received) > limit:
-                raise WireError(f"a line of more than {limit} bytes")
+                raise BadMessageError(f"it sent a line of more than {limit} bytes")
             self._receive(end_s, limit + 1 - len(self._received))
         line = bytes(self._received[:length])
         del self._received[: length + 1]
         if length > limit:
-            raise WireError(f"a line of more than {limit} bytes")
+            raise BadMessageError(f"it sent a line of more than {limit} bytes")
         return parse_line(line)
 
     def send_file(self, file: BinaryIO, size: int, stall_s: float, **header: Any) -> None:
@@ -174,9 +181,9 @@ def parse_line(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WireError("not a line of JSON") from error
+        raise BadMessageError("it sent what is not a line of JSON") from error
     if not isinstance(message, dict):
-        raise WireError("not a message")
+        raise BadMessageError("it sent what is not a message")
     return message
 
 

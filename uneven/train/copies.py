@@ -14,7 +14,7 @@ from typing import Any
 from uneven.comm.gather import broadcast_json, gather_bytes
 from uneven.config import RunConfig
 from uneven.errors import InputError, MachineError
-from uneven.files import make_out_folder, mark_as_run, mark_of_run, partial_folder
+from uneven.files import is_closed, make_out_folder, mark_as_run, mark_of_run, partial_folder
 from uneven.machines.transfer import LeaderFiles
 from uneven.results.checkpoint import put_in_place
 from uneven.results.checkpoint_folders import find_checkpoints, remove_partial, set_aside, slot_of
@@ -82,7 +82,7 @@ class Copies:
         try:
             if mark_of_run(own) == self.run:
                 pass  # this machine was the keeper before, by another rank or another process
-            elif config.resume is None:
+            elif config.resume is None or is_closed(own):
                 make_out_folder(own, config.overwrite)
             else:
                 slot = slot_of(config.resume) or 0

@@ -42,11 +42,11 @@ class Leader:
 
     def gather(self, options: LeadOptions = OPTIONS, script: str = "train.py") -> Gathering:
         order = {"script": script, "args": [], "settings": {"precision": "bf16"}, "host": "lead", "ports": None}
-        return Gathering(self.door, options, order, FACTS, b"archive", self.said.append)
+        return Gathering(self.door, options, order, FACTS, self.said.append)
 
-    def join(self, host: str = "node", version: str = __version__, *, allow_ship: bool = False) -> Connection:
+    def join(self, host: str = "node", version: str = __version__) -> Connection:
         connection = knock("127.0.0.1", self.door.port, TOKEN, 10.0)
-        connection.send(role="node", version=version, host=host, allow_ship=allow_ship)
+        connection.send(role="node", version=version, host=host)
         return connection
 
 
@@ -168,33 +168,10 @@ def test_a_script_that_differs_is_shown(leader: Leader, tmp_path: Path, monkeypa
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(RefusedError, match=r"(?s)pc: train.py differs; copy .*--ship.*-lr = 1\n\+lr = 3"):
+    with pytest.raises(RefusedError, match=r"(?s)pc: train.py differs; copy .*git.*-lr = 1\n\+lr = 3"):
         gathering.wait()
     thread.join()
     connection.close()
-
-
-def test_a_script_that_differs_is_sent_where_both_sides_want_it(leader: Leader) -> None:
-    gathering = leader.gather(replace(OPTIONS, ship=True))
-    connection = leader.join("pc", allow_ship=True)
-
-    def answer() -> None:
-        bring(connection, code={})
-        assert read(connection) == {"archive": 1}
-        assert read(connection) == {"piece": "YXJjaGl2ZQ=="}
-        send_facts(connection, FACTS)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert len(gathering.wait()) == 1
-    thread.join()
-    other = leader.gather(replace(OPTIONS, ship=True))
-    refusing = leader.join("pc")
-    bring(refusing, code={})
-    with pytest.raises(RefusedError, match=r"add --allow-ship to uneven join there"):
-        other.wait()
-    connection.close()
-    refusing.close()
 
 
 def test_another_version_is_refused_before_anything_else(leader: Leader) -> None:

@@ -86,7 +86,7 @@ def test_a_wrong_token_and_a_differing_helper_are_refused_in_words(folders: tupl
     assert not left.exists(), "parts of checkpoints of its ranks"
     assert "127.0.0.1 was refused: wrong token" in output
     for text in (output, node_output):
-        assert "helper.py differs; copy the leader's there, or add --ship here and --allow-ship there" in text
+        assert "helper.py differs; copy the leader's there (git, rsync)" in text
         assert TOKEN not in text
         assert "Traceback" not in text
 
@@ -126,12 +126,12 @@ def test_hosts_get_the_token_on_stdin_and_their_lines_have_a_name(ssh: Path, tmp
     python.write_text('#!/bin/sh\nread token\necho "args $*"\necho "token $token"\nexit 7\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     lines: list[str] = []
-    hosts = [Host("192.0.2.11", devices="cpu", python=str(python)), Host("box", python=str(python), allow_ship=False)]
+    hosts = [Host("192.0.2.11", devices="cpu", python=str(python)), Host("box", python=str(python))]
     started = StartedHosts(hosts, "192.0.2.10:7000", TOKEN, str(ssh), lines.append)
     started.end(60.0)
     args = "args -m uneven join 192.0.2.10:7000 --token-file -"
     assert sorted(lines) == [
-        f"[192.0.2.11] {args} --devices cpu --allow-ship",
+        f"[192.0.2.11] {args} --devices cpu",
         f"[192.0.2.11] token {TOKEN}",
         f"[box] {args}",
         f"[box] token {TOKEN}",
@@ -142,24 +142,20 @@ def test_hosts_get_the_token_on_stdin_and_their_lines_have_a_name(ssh: Path, tmp
 
 
 @pytest.mark.soak
-def test_hosts_are_started_and_get_the_script(folders: tuple[Path, Path], ssh: Path, tmp_path: Path) -> None:
-    """Over a program in the place of ssh; the other machine has no script, and a token that is in no command line."""
+def test_hosts_are_started(folders: tuple[Path, Path], ssh: Path, tmp_path: Path) -> None:
+    """Over a program in the place of ssh; the token is in no command line."""
     first, second = folders
-    (second / "train.py").unlink()
-    (second / "helper.py").unlink()
     hosts = tmp_path / "hosts.toml"
     hosts.write_text(
         f'[[hosts]]\naddress = "box"\ndevices = "cpu,cpu"\nfolder = "{second}"\npython = "{sys.executable}"\n'
     )
-    command = ("run", "train.py", "--hosts", str(hosts), "--bind", "127.0.0.1", "--devices", "cpu", "--ship")
+    command = ("run", "train.py", "--hosts", str(hosts), "--bind", "127.0.0.1", "--devices", "cpu")
     ((code, output),) = ends([start(first, *command, "--ssh", str(ssh))])
     assert code == 0, output
-    assert "[box] uneven: received the script's folder from" in output
     assert "[box] uneven: rank 1 (cpu), 2 (cpu) of 3 start here" in output
     assert output.count("rank samples 32") == 3
     assert output.count("[box] rank samples 32") == 2
     assert TOKEN not in output
-    assert list(second.iterdir()) == [], "the private folder is elsewhere, and removed"
 
 
 @pytest.fixture
@@ -183,22 +179,11 @@ def test_the_package_of_a_module_is_compared(packages: tuple[Path, Path]) -> Non
         assert "shop/helper.py differs; copy the leader's there" in output
 
 
-@pytest.mark.soak
-def test_the_package_of_a_module_is_sent(packages: tuple[Path, Path]) -> None:
-    """The second machine's own package is in its current folder, which Python looks into, too."""
-    first, second = packages
-    leader, place = lead(first, "-m", "--ship", script="shop.train")
-    for code, output in ends([leader, start(second, "join", place, "--devices", "cpu", "--allow-ship")]):
-        assert code == 0, output
-        assert "rank samples 32" in output
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("run", "train.py", "--nodes", "0"), "--nodes 0 must be a number of machines"),
         (("run", "train.py", "--nodes", "4-2"), "--nodes 4-2 must be"),
-        (("run", "train.py", "--ship"), "--ship is for several machines: add --nodes N"),
         (("join", "127.0.0.1:9"), "joining needs the leader's token"),
         (("join", "127.0.0.1", "--token", "long-enough"), "ADDRESS:PORT"),
     ],

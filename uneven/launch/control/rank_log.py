@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakSet
 
+from uneven.files import is_closed
+
 FOLDER = "logs"  # below `out`, and below the private folder of a run
 LAUNCHER = "launcher.log"
 SWITCH = "UNEVEN_LOGS"  # 0 in the environment: no logs in the folders of runs
@@ -167,7 +169,7 @@ def own_log() -> LogFile | None:
 
 def keep_logs_in(folder: Path, name: str) -> None:
     """Training begins: from now on the log of this process, if it has one, is in this folder of a run."""
-    if os.environ.get(SWITCH) != "0" and (log := own_log()) is not None and folder.is_dir():
+    if os.environ.get(SWITCH) != "0" and (log := own_log()) is not None and folder.is_dir() and not is_closed(folder):
         log.move(folder / FOLDER / name)
 
 

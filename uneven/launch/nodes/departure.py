@@ -41,12 +41,12 @@ class Departure:
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """The leader's answer to one of the requests."""
-        name = str(message["answer"])
+        name = message["answer"]
         answer = {key: message[key] for key in ("left", "refused") if key in message}
         if name == SIGNAL:
             if answer.get("refused", ENDS) != ENDS:
                 self._say(f"the run cannot go on without this machine ({answer['refused']}): it stops, and is saved")
                 self._session.send(stop=self._signal)
-        elif self._files.is_open(name):
+        elif name in self._names and self._files.is_open(name):
             self._names.discard(name)
             self._files.answer(name, answer)

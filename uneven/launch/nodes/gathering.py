@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uneven.errors import RefusedError
+from uneven.format import printable
 from uneven.launch.nodes.remote import RemoteNode
-from uneven.machines import ship
 from uneven.machines.addresses import host_label
+from uneven.machines.code import differing, script_text, short_diff
 from uneven.machines.door import Door
 from uneven.machines.facts import stamped
 from uneven.machines.hosts import StartedHosts
+from uneven.machines.messages import FROM_NODE, HELLO, checked
 from uneven.machines.options import LeadOptions
 from uneven.machines.parity import compare, notes
 from uneven.machines.session import Session
@@ -50,16 +52,11 @@ class Gathering:
         options: LeadOptions,
         order: Mapping[str, Any],
         facts: Mapping[str, Any],
-        archive: bytes,
         say: Callable[[str], None],
     ) -> None:
-        """`order` is what machines are told; its 'script' is relative to the current folder of each machine.
-
-        `archive` is the script's folder, where the options say that it may be sent.
-        """
+        """`order` is what machines are told; its 'script' is relative to the current folder of each machine."""
         self.nodes: list[RemoteNode] = []
         self._door, self._options, self._order, self._facts, self._say = door, options, order, facts, say
-        self._archive = archive
         self._arrived: queue.SimpleQueue[RemoteNode | _Misfit] = queue.SimpleQueue()
         self.sessions: list[Session] = []  # of all machines that have come, and are told about the end
         self._starting = threading.Lock()  # a machine is either seen by `wait`, or comes later
@@ -162,22 +159,28 @@ class Gathering:
 
     def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
         """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
-        session = Session(connection)
-        host = str(first.get("host", ""))[:64] or session.address
+        try:
+            hello = checked(first, HELLO)
+        except WireError as error:
+            self._say(f"  {connection.peer_address} was sent away: {error}")
+            raise
+        session = Session(connection, FROM_NODE)
+        host = hello["host"] or session.address
         if self._is_open_again.is_set() and self._check_late is None:
             refuse(session, OVER)
             return
         self.sessions.append(session)
         found: RemoteNode | _Misfit
         try:
-            if (version := str(first.get("version"))[:40]) != __version__:
+            if (version := hello["version"]) != __version__:
                 fix = f"pip install uneven=={__version__} there"
                 raise RefusedError(f"{host}: uneven is {version}, the leader's is {__version__}; {fix}")
-            found = self._compare(session, host, bool(first.get("allow_ship")))
+            found = self._compare(session, host)
         except RefusedError as error:
             found = _Misfit(session, host, error)
-        except (WireError, KeyError, TypeError, ValueError):
-            session.close()  # it has gone again, or speaks another language: nobody waits for it
+        except WireError as error:  # nobody waits for it
+            self._say(f"  {host} ({session.address}) has left again: {error}")
+            session.close()
             return
         with self._starting:
             if not self._has_started:
@@ -202,29 +205,26 @@ class Gathering:
             self._say(f"  {found.host} ({found.session.address}) was refused, the run goes on: {error}")
             refuse(found.session, str(error))
 
-    def _compare(self, session: Session, host: str, allows_ship: bool) -> RemoteNode:
+    def _compare(self, session: Session, host: str) -> RemoteNode:
         """RefusedError where its facts do not fit."""
         asked_s = time.monotonic()
         session.send(order=self._order)
         answer = self._read_facts(session, host)
-        code, theirs = self._facts["code"], answer["facts"].get("code") or {}
-        names = ship.differing(code, theirs)
+        round_trip_s = time.monotonic() - asked_s
+        theirs = answer["facts"]["code"]
+        names = differing(self._facts["code"], theirs)
         if names and "code" not in self._options.skip:
-            if not self._options.ship or not allows_ship:
-                raise RefusedError(self._different_code(session, host, names, bool(theirs), allows_ship))
-            self._ship(session, host)
-            asked_s = time.monotonic()
-            answer = self._read_facts(session, host)
+            raise RefusedError(self._different_code(session, host, names, bool(theirs)))
         settings = self._order["settings"]
         facts = {**answer["facts"], "host": host}
         differences = compare(
-            stamped(self._facts), facts, round_trip_s=time.monotonic() - asked_s, skip=self._options.skip,
+            stamped(self._facts), facts, round_trip_s=round_trip_s, skip=self._options.skip,
             precision=settings.get("precision"), backend=settings.get("backend"),
         )  # fmt: skip
         if differences:
             more = "" if len(differences) == 1 else f" ({len(differences) - 1} more, see: uneven preflight)"
             raise RefusedError(f"{differences[0]}{more}")
-        return RemoteNode(session, host, facts, int(answer["port"]))
+        return RemoteNode(session, host, facts, answer["port"])
 
     def _read_facts(self, session: Session, host: str) -> dict[str, Any]:
         answer = session.expect("facts", "cannot", timeout_s=FACTS_S)
@@ -232,32 +232,19 @@ class Gathering:
             raise RefusedError(f"{host}: {answer['cannot']}")
         return answer
 
-    def _different_code(
-        self, session: Session, host: str, names: Sequence[str], is_there: bool, allows_ship: bool
-    ) -> str:
+    def _different_code(self, session: Session, host: str, names: Sequence[str], is_there: bool) -> str:
         """Which files differ, how to mend it, and what is different in the script."""
         script = Path(self._order["script"])
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        fix = "copy the leader's there, or add --ship here and --allow-ship there"
-        if self._options.ship:
-            fix = "copy the leader's there, or add --allow-ship to uneven join there"
-        elif allows_ship:
-            fix = "copy the leader's there, or add --ship to uneven run"
+        fix = "copy the leader's there (git, rsync)"
         if not is_there:
             return f"{host}: {script} is not there; {fix}"
         lines: list[str] = []
         if next(iter(self._facts["code"])) in names:  # the script itself is the first one
             session.send(show=1)
-            text = str(session.expect("script", timeout_s=10.0)["script"])
-            lines = ship.short_diff(text, ship.read_script(script), host, script.name)
+            text = session.expect("script", timeout_s=10.0)["script"]
+            lines = [printable(line, "\t") for line in short_diff(text, script_text(script), host, script.name)]
         return "\n".join([f"{host}: {shown} {'differs' if len(names) == 1 else 'differ'}; {fix}", *lines])
-
-    def _ship(self, session: Session, host: str) -> None:
-        self._say(f"  {host} gets the script's folder: {len(self._archive) / 1024:,.0f} kB")
-        pieces = list(ship.chunks(self._archive))
-        session.send(archive=len(pieces))
-        for piece in pieces:
-            session.send(piece=piece)
 
 
 def has_all(most: int) -> str:

@@ -22,7 +22,7 @@ from uneven.launch.nodes.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
 from uneven.launch.signals import Stoppable, terminated_while_waiting
-from uneven.machines import ship, table
+from uneven.machines import table
 from uneven.machines.addresses import choose_address, host_label, unique_labels
 from uneven.machines.code import script_digests
 from uneven.machines.door import Door, listen
@@ -58,13 +58,12 @@ def lead_script(
     facts = collect_facts(script_digests(script.path, script.folder, script.package), names)
     devices = own_devices(facts)
     address = choose_address(options.bind)
-    archive = ship.pack(script.folder) if options.ship else b""
     reporter = Reporter("lines")
     option = "--ports" if options.port is None else "--port"
     door = Door(listen(address, options.door_ports, option), options.token, is_open=False)
-    door.handlers["files"] = FileService().handle
+    door.handlers["files"] = FileService(lambda line: reporter.say([line])).handle
     leader = Leader(script, settings, options, door, facts, reporter)
-    gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
+    gathering = Gathering(door, options, leader.order, facts, lambda line: reporter.say([line]))
     announce = partial(_announce, door, options, devices, reporter)
     with terminated_while_waiting() as waiting:
         if is_check:
@@ -145,6 +144,7 @@ class Leader:
             "host": self._own,
             "ports": options.ports,
             "run": new_run_id(),
+            "code": facts.get("code", {}),
         }
 
     def check(self, nodes: Sequence[RemoteNode]) -> None:
@@ -182,7 +182,10 @@ class Leader:
             for number, node in enumerate(nodes, 1):
                 as_json = [[peer.host, peer.address, peer.port] for peer in peers]
                 node.session.send(reach=as_json, machine=number)
-            reports = [reach(0, peers, listener, self._options.token), *(_reached(node) for node in nodes)]
+            reports = [
+                reach(0, peers, listener, self._options.token),
+                *(_reached(node, number) for number, node in enumerate(nodes, 1)),
+            ]
         finally:
             listener.close()
         if differences := judge(peers, reports, self._options.skip):
@@ -272,12 +275,12 @@ class Late:
         return newcomers
 
 
-def _reached(node: RemoteNode) -> dict[str, Any]:
+def _reached(node: RemoteNode, number: int) -> dict[str, Any]:
+    """What it says about its links; it speaks for no other machine."""
     try:
-        found: dict[str, Any] = node.session.expect("reached", timeout_s=REACH_S)["reached"]
+        return {**node.session.expect("reached", timeout_s=REACH_S)["reached"], "machine": number}
     except WireError as error:
         raise RefusedError(f"{node.name} was lost before the start: {error}") from error
-    return found
 
 
 def _announce(door: Door, options: LeadOptions, devices: Sequence[Device], reporter: Reporter) -> None:

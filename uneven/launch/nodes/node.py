@@ -8,11 +8,14 @@ on purpose where somebody asks them to (launch/nodes/departure.py).
 import json
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from uneven.config import check_settings
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
+from uneven.hardware.device import Device
 from uneven.hardware.preflight import refuse_unsupported
 from uneven.launch.cleanup import make_private_folder, remove, remove_left_on_disk
 from uneven.launch.control.leave_requests import await_readers
@@ -20,12 +23,12 @@ from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.find_script import Script
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.nodes.departure import Departure
+from uneven.launch.nodes.permitted import describe_command, find_permitted, why_not_run
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
-from uneven.machines import ship
 from uneven.machines.addresses import host_label
-from uneven.machines.code import script_digests
+from uneven.machines.code import script_digests, script_text
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -50,7 +53,6 @@ class JoinOptions:
     token: str
     devices: str = "auto"
     script: Path | None = None  # in place of the leader's path
-    allow_ship: bool = False
     wait: float = WAIT_S
 
 
@@ -101,61 +103,69 @@ class Node:
         self._door = (*place, options.token)
         self._order: Mapping[str, Any] = {}
         self._leader = options.place
+        self._code: Mapping[str, str] = {}  # the digests that the leader was told
+        self._devices: tuple[Device, ...] = ()
         self._departure = Departure(session, folder, say)
 
     def run(self) -> None:
-        self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
+        self._session.send(role="node", version=__version__, host=host_label())
         self._order = self._hear("order", timeout_s=ORDER_S)["order"]
-        self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
+        self._leader = f"{self._order['host'] or 'the leader'} ({self._session.address})"
         self._try(refuse_unsupported)
-        script = self._try(self._find_script)
+        script = self._try(find_permitted, self._order, self._options.script)
+        self._say(f"{self._leader} wants to run here: {describe_command(script)}")
         listener = self._try(self._listen)
         try:
-            script, go = self._prepare(script, listener)
+            go = self._prepare(script, listener)
         finally:
             listener.close()
         placement = RunPlan.from_json(go["go"], self._door, self._session.own_address)
+        try:
+            self._check_start(script, placement, go["settings"])
+        except InputError as error:
+            self._session.send(left=str(error))
+            raise
         names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
         if placement.joins is None:
             self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
         else:
             self._say(f"rank {names} joins the run that is on when it is ready; progress is shown on the leader")
-        order = {**script.to_json(), "settings": go["settings"]}
-        run_id = str(self._order.get("run") or new_run_id())
+        order = {**script.to_json(), "settings": go["settings"], "code": self._code, "closed": _outside(go["settings"])}
+        run_id = self._order["run"] or new_run_id()
         with listed(Listing(order["path"], run_id=run_id, leader=self._leader, folder=self._folder)) as listing:
             self._train(placement, order, listing)
             if self._departure.has_left:
                 listing.close(LEFT)
 
-    def _find_script(self) -> Script:
-        """The leader's, at the same path below this folder or where the user says."""
-        module, named = self._order.get("module"), self._options.script
-        script = Script(named or Path(self._order["script"]), tuple(self._order["args"]), module)
-        if module is not None and script.inner_path.with_suffix("") != Path(*module.split(".")):
-            raise InputError(f"script {str(named)!r} is not the module {module} that the leader runs; name its file")
-        return script
-
-    def _prepare(self, script: Script, listener: Listener) -> tuple[Script, dict[str, Any]]:
-        """Answer the leader until it says go; the script, which it may have sent, and its message."""
-        self._tell_facts(script, listener)
-        while "go" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
+    def _prepare(self, script: Script, listener: Listener) -> dict[str, Any]:
+        """Answer the leader until it says go; its message."""
+        facts = self._try(self._collect, script)
+        self._code, self._devices = facts["code"], own_devices(facts)
+        self._session.send(facts=stamped(facts), port=listener.port)
+        while "go" not in (message := self._hear("go", "reach", "show", timeout_s=START_S)):
             if "show" in message:
-                self._session.send(script=ship.read_script(script.path))
-            elif "archive" in message:
-                script = self._receive_script(int(message["archive"]), script)
-                self._tell_facts(script, listener)
+                self._session.send(script=script_text(script.path))
+            elif message["machine"] >= len(message["reach"]):
+                raise WireError("it sent a bad message: machine must be one of those to be reached")
             else:
                 self._say(f"joined {self._leader}: {len(message['reach'])} machines")
-                peers = [Peer(str(host), str(address), int(port)) for host, address, port in message["reach"]]
-                report = reach(int(message["machine"]), peers, listener, self._options.token)
+                peers = [Peer(host, address, port) for host, address, port in message["reach"]]
+                report = reach(message["machine"], peers, listener, self._options.token)
                 self._session.send(reached=report)
-        return script, message
+        return message
 
-    def _tell_facts(self, script: Script, listener: Listener) -> None:
-        self._session.send(facts=stamped(self._try(self._collect, script)), port=listener.port)
+    def _check_start(self, script: Script, placement: RunPlan, settings: Mapping[str, Any]) -> None:
+        """Before a rank starts: whatever the leader thinks of it, only what may run here does, with devices of ours."""
+        if why := why_not_run(self._order, self._options.script, self._code):
+            raise InputError(f"{self._leader} wants to start a script that is not run here: {why}")
+        if script_digests(script.path, script.folder, script.package) != self._code:
+            raise InputError(f"{script} has changed since it was compared with the leader's; join again")
+        if placement.devices != self._devices:
+            raise InputError(f"{self._leader} wants other devices than {','.join(map(str, self._devices))}")
+        check_settings(settings)
 
     def _listen(self) -> Listener:
-        ports = self._order["ports"]
+        ports: list[int] | None = self._order["ports"]
         allowed = range(ports[0], ports[1] + 1) if ports else ()
         return Listener(self._session.own_address, self._options.token, allowed)
 
@@ -173,19 +183,9 @@ class Node:
             return read(*args)
         except (InputError, MachineError) as error:
             self._session.send(cannot=str(error))
-            self._hear(timeout_s=ORDER_S)
+            with suppress(WireError):
+                self._hear(timeout_s=ORDER_S)
             raise
-
-    def _receive_script(self, pieces: int, script: Script) -> Script:
-        """The script's folder as the leader has it, below the private folder of this run."""
-        if not self._options.allow_ship:
-            raise WireError("it sent a script, which was not allowed here (--allow-ship)")
-        archive = ship.join_chunks(self._hear("piece", timeout_s=ORDER_S)["piece"] for _ in range(pieces))
-        folder = self._folder / "script"
-        folder.mkdir()
-        ship.unpack(archive, folder)
-        self._say(f"received the script's folder from {self._leader}")
-        return replace(script, path=folder / script.inner_path)
 
     def _train(self, placement: RunPlan, order: dict[str, Any], listing: Listing) -> None:
         """Start the ranks, report how they do, and obey the leader to the end."""
@@ -219,7 +219,7 @@ class Node:
             if message is not None and "status" in message:
                 listing.show(message["status"])
             if message is not None and "give_up" in message:
-                ranks.give_up(int(message["give_up"]))
+                self._give_up(ranks, message["give_up"])
             if message is not None and "watched" in message:
                 self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
             if message is not None and "refused" in message:
@@ -229,6 +229,11 @@ class Node:
                 raise RankError(f"{self._leader} goes on without this machine: {message['dropped']}; {again}")
             if message is not None and "end" in message:
                 return message
+
+    def _give_up(self, ranks: RankProcesses, number: int) -> None:
+        if number not in ranks.numbers:
+            raise WireError(f"it sent a bad message: give_up {number}, and no such rank is here")
+        ranks.give_up(number)
 
     def _say_all(self, lines: list[str]) -> None:
         for line in lines:
@@ -261,7 +266,7 @@ class Node:
 
     def _finish(self, message: Mapping[str, Any]) -> None:
         """As the leader ended: return, or raise what leads to the same exit code."""
-        reason, code = str(message["end"]), int(message["code"])
+        reason, code = message["end"], message["code"]
         self._departure.has_left = bool(message.get("has_left"))
         if code == 0:
             self._say(reason or f"trained; {self._leader} has the results")
@@ -271,3 +276,9 @@ class Node:
             raise Terminated if code == 143 else KeyboardInterrupt
         kind = {2: InputError, 3: MachineError}.get(code, RankError)
         raise kind(f"{self._leader} ended the run: {reason}")
+
+
+def _outside(settings: Mapping[str, Any]) -> str | None:
+    """The folder for results that the leader names, where it is not below this one: ranks here write nothing to it."""
+    out = Path(settings.get("out") or ".").resolve()
+    return None if out.is_relative_to(Path.cwd().resolve()) else str(out)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from uneven.train.elastic.membership import Generation  # imports torch
 
 MOST_TOLD = 256  # ranks in a status that goes to other machines
+MOST_ASKED = 64  # requests of one machine that are not answered
 ENDED_S = 5.0  # for a machine that was told to end its ranks
 
 
@@ -58,22 +59,31 @@ class RemoteNode:
     def hear(self, folder: Path, requests: Requests) -> None:
         """Take in what it has said: exit codes, reports of failed ranks, which go into `folder`, a request to stop."""
         while (message := self.session.take()) is not None:
-            for number, report in dict(message.get("errors", {})).items():
-                _write_report(folder, self.ranks[int(number)], report)
+            reports = {int(number): report for number, report in message.get("errors", {}).items()}
+            own = [*reports, *message.get("unused", ()), *message.get("stopped", ())]
+            count = len(message.get("codes", self.codes))
+            if any(number >= len(self.ranks) for number in own) or count != len(self.ranks):
+                self.session.end(f"it spoke of ranks that it does not have: it has {len(self.ranks)}")
+                return
+            for number, report in reports.items():
+                _write_report(folder, self.ranks[number], report)
             for number in message.get("unused", ()):
-                (folder / f"unused-{self.ranks[int(number)]}").touch()
+                (folder / f"unused-{self.ranks[number]}").touch()
             if "codes" in message:
-                self.codes = [None if code is None else int(code) for code in message["codes"]][: len(self.ranks)]
+                self.codes = message["codes"]
             if "stopped" in message:
-                self.stopped = {self.ranks[int(number)] for number in message["stopped"]}
+                self.stopped = {self.ranks[number] for number in message["stopped"]}
             if "stop" in message:
                 requests.on_rank_terminated() if message["stop"] == signal.SIGTERM else requests.stop.set()
             if "left" in message:
-                self.left = str(message["left"])
+                self.left = message["left"]
             if "leave" in message:
-                self.asked[str(message["leave"])] = {**message, "is_new": True}
+                self.asked[message["leave"]] = {**message, "is_new": True}
+            if len(self.asked) > MOST_ASKED:
+                self.session.end(f"it asked for more than {MOST_ASKED} things at a time")
+                return
             if "stays" in message:
-                self.asked.pop(str(message["stays"]), None)
+                self.asked.pop(message["stays"], None)
 
     def take_requests(self) -> list[LeaveRequest]:
         """What it has asked for since the last call."""
@@ -85,13 +95,14 @@ class RemoteNode:
         return LeaveRequest(
             self.ranks,
             partial(self._answer, name),
-            None if ranks is None else tuple(int(rank) for rank in ranks),
+            None if ranks is None else tuple(ranks),
             is_urgent=bool(message.get("is_urgent")),
             is_open=lambda: name in self.asked,
         )
 
     def _answer(self, name: str, answer: Answer) -> None:
         self.session.send(answer=name, **answer)
+        self.asked.pop(name, None)
 
     @property
     def has_place(self) -> bool:
