@@ -1,6 +1,6 @@
 """What the launcher of this process said about it: rank, world size, and the address of the ranks' store.
 
-Made by launch/external/engines.py from the variables of torchrun, Slurm, Kubernetes or Open MPI, and by launch/rank.py
+Made by launch/external/engines.py from the variables of torchrun, Slurm or Kubernetes, and by launch/rank.py
 from the plan of `uneven run` and `fit`. Those hand theirs over in a file and set no variables: a program that the
 user's script starts must not take itself for a rank.
 """

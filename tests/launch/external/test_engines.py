@@ -1,4 +1,4 @@
-"""What torchrun, Slurm, Kubernetes and Open MPI say in their variables, and what is no engine at all."""
+"""What torchrun, Slurm and Kubernetes say in their variables, and what is no engine at all."""
 
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,6 @@ SLURM = {
     "SLURMD_NODENAME": "gpu10",
 }
 POD = {**FOUR, "KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "1"}
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +71,6 @@ def without(environ: dict[str, str], *names: str, **others: str) -> dict[str, st
             {**SLURM, **FOUR, "WORLD_SIZE": "8"},
             ("RANK and WORLD_SIZE", 3, 8, None, None, "host", 1234, "uneven/", False),
         ),
-        (MPI, ("mpirun", 1, 2, 1, 2, "127.0.0.1", None, "uneven/0/", False)),
-        (
-            {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "a"},
-            ("mpirun", 1, 2, 0, 1, "a", None, "uneven/0/", False),
-        ),
     ],
 )
 def test_every_engine_is_read(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
@@ -119,7 +108,7 @@ def test_the_other_ranks_of_a_job_find_the_same_store_and_rank_0_serves_it() -> 
         without(SLURM, "SLURM_PROCID"),  # the shell of salloc
         without(SLURM, "SLURM_STEP_ID", ENVIRONMENT="BATCH", SLURM_PROCID="0"),  # a batch script, which runs once
         {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # an interactive step of a job with more tasks
-        without(MPI, "OMPI_COMM_WORLD_SIZE"),
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"PET_NNODES": "2"},
     ],
 )
@@ -146,7 +135,7 @@ def test_it_is_no_engine_without_the_rest_of_its_variables(environ: dict[str, st
         (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ("SLURM_JOB_NODELIST", "export MASTER_ADDR=")),
         ({**POD, "PET_NPROC_PER_NODE": "2"}, ("PET_NPROC_PER_NODE=2", "torchrun train.py")),
         ({"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "a:1"}, ("PET_NNODES=1:3", "torchrun train.py")),
-        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, ("mpirun -x MASTER_ADDR=",)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ("mpirun", "torchrun")),
     ],
 )
 def test_what_cannot_be_is_named_with_its_value(environ: dict[str, str], words: tuple[str, ...]) -> None:

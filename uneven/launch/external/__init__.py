@@ -1,1 +1,1 @@
-"""Ranks that torchrun, Slurm, Kubernetes, Open MPI or Ray have started: how they find and watch each other."""
+"""Ranks that torchrun, Slurm, Kubernetes or Ray have started: how they find and watch each other."""

@@ -1,4 +1,4 @@
-"""The engines that may have started this process as a rank: torchrun, Slurm, Kubernetes' PyTorchJob, Open MPI.
+"""The engines that may have started this process as a rank: torchrun, Slurm, Kubernetes' PyTorchJob.
 
 Pure functions of the variables, but for torchrun's agent, whose command line names the rendezvous. Read once by
 launch/context.py, and by `uneven run`, which takes part as that rank. The innermost engine counts: torchrun inside of
@@ -25,7 +25,9 @@ def read_engine(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment | 
 
     InputError for variables that cannot be, or that contradict each other.
     """
-    return _read_torchrun(environ) or _read_variables(environ) or _read_open_mpi(environ) or _read_slurm(environ)
+    if (found := _read_torchrun(environ) or _read_variables(environ)) is None:
+        _refuse_mpirun(environ)
+    return found or _read_slurm(environ)
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -105,29 +107,11 @@ def _refuse_pods_for_torchrun(environ: Mapping[str, str], is_pod: bool) -> None:
         )
 
 
-def _read_open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ or "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    rank, world_size = _place(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if world_size == 1:
-        return None
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    local_rank, local_size = _local(environ, rank, world_size, *names)
-    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_size == world_size else "")
-    if not host:
-        raise InputError(
-            f"OMPI_COMM_WORLD_SIZE={world_size} on several machines without MASTER_ADDR: name the machine of rank 0, "
-            "as in: mpirun -x MASTER_ADDR=192.0.2.10 -x MASTER_PORT=29500 python train.py"
-        )
-    job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", "0"))
-    return LaunchEnvironment(
-        *("mpirun", rank, world_size, local_rank, local_size, host),
-        _port(environ, FIRST_PORT + crc32(job.encode()) % NUM_PORTS),
-        f"uneven/{job}/",
-        has_store=False,
-        variable=f"MASTER_ADDR={host}",
-        member=_member(local_rank, rank),
-    )
+def _refuse_mpirun(environ: Mapping[str, str]) -> None:
+    """InputError where Open MPI alone started this process: each would train the whole run for itself."""
+    size = _optional(environ, "OMPI_COMM_WORLD_SIZE")
+    if size is not None and size > 1:
+        raise InputError(f"OMPI_COMM_WORLD_SIZE={size}: mpirun cannot start ranks; use uneven run, torchrun or srun")
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
