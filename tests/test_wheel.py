@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,12 +13,26 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (built,) = folder.glob("uneven-*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(folder)]
+    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("uneven-*.whl")
+    return found
+
+
+def test_the_source_archive_has_every_page_at_the_root(built: Path) -> None:
+    (archive,) = built.glob("uneven-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    pages = {page.name for page in ROOT.iterdir() if page.suffix in (".md", ".cff")}
+    assert {"SECURITY.md", "CITATION.cff", "README.md"} <= pages
+    assert pages | {"LICENSE", "Makefile"} <= names
 
 
 def test_the_wheel_carries_types_licences_and_data_and_stays_small(wheel: Path) -> None:
