@@ -17,6 +17,7 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
 from uneven.parallel.elementwise import changes_nothing
 from uneven.parallel.flat_shards import FlatShards, checked_shares
+from uneven.parallel.no_conversion import NoConversion
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
@@ -64,6 +65,7 @@ class Replicated(TakesOptimizer):
         if made is not None:
             self._optimizer = self._applied(made)
         self.reducer = Reducer(model.parameters(), self._group, max_bytes, overlap=overlap, num_stats=num_stats)
+        self._no_conversion = NoConversion(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.reducer.no_sync()
@@ -95,6 +97,7 @@ class Replicated(TakesOptimizer):
 
     def close(self) -> None:
         self.reducer.close()
+        self._no_conversion.remove()
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         if getattr(optimizer, "sums_gradients", False):
@@ -217,6 +220,7 @@ class Zero2(TakesOptimizer, SurvivesLosses):
         self._shares, self._by_tensors, self._copies = shares, by_tensors, copies
         self._max_bytes = bucket_bytes(bucket_mb)
         self._sums: ShardedReducer | None = None
+        self._no_conversion = NoConversion(self)
         if optimizer is not None:
             self.use_optimizer(optimizer)
 
@@ -249,6 +253,7 @@ class Zero2(TakesOptimizer, SurvivesLosses):
     def close(self) -> None:
         if self._sums is not None:
             self._sums.close()
+        self._no_conversion.remove()
 
     def _remove_hooks(self) -> None:
         self.close()

@@ -23,6 +23,7 @@ from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
 from uneven.parallel.hooks import running_backward, weakly
+from uneven.parallel.no_conversion import NoConversion
 from uneven.parallel.param_reads import ParamReads
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
@@ -99,6 +100,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         self._handles = [
             handle for place, unit in enumerate([model, *chosen]) for handle in self._register(unit, place)
         ]
+        self._handles.append(NoConversion(self))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Changes nothing: every backward reduces into the owners' shards, so no full gradients are kept."""

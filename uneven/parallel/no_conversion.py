@@ -1,0 +1,91 @@
+"""A model whose params a strategy holds cannot be converted: `model.to(torch.float64)`, `.half()`, `.cuda()`.
+
+torch would give its params other memory than the flat buffers that gradients and updates are in: ZeRO-2 then trained
+nothing, and FSDP, whose params have no memory between uses, ended the process.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from uneven.errors import InputError
+
+Convert = Callable[[Tensor], Tensor]
+
+
+class NoConversion:
+    """From now on until `remove`, or until the strategy is gone, what would convert a param raises an InputError.
+
+    Nothing is converted then. Frozen params that are whole on every rank may be.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        modules = strategy.module.modules()
+        self._modules = [one for one in modules if next(one.parameters(recurse=False), None) is not None]
+        for module in self._modules:
+            module._apply = _Apply(module, strategy)  # torch has no hook for it
+
+    def remove(self) -> None:
+        for module in self._modules:
+            if isinstance(module.__dict__.get("_apply"), _Apply):
+                del module._apply
+        self._modules = []
+
+
+class _Apply:
+    """In place of a module's `_apply`, by which torch converts. A copy of the module has torch's own."""
+
+    def __init__(self, module: nn.Module, strategy: Any) -> None:
+        self._module, self._strategy = weakref.ref(module), weakref.ref(strategy)
+
+    def __call__(self, convert: Convert, *args: Any, **options: Any) -> Any:
+        module, strategy = self._module(), self._strategy()
+        assert module is not None
+        if strategy is not None:
+            convert = _checked(convert, type(strategy).__name__)
+        return type(module)._apply(module, convert, *args, **options)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "_apply")
+
+
+def _checked(convert: Convert, name: str) -> Convert:
+    def checked(tensor: Tensor) -> Tensor:
+        is_here = not (isinstance(tensor, nn.Parameter) and _is_freed(tensor))
+        if is_here and not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            return convert(tensor)
+        seen = tensor if is_here else _small(tensor)
+        found = convert(seen)
+        if _kind(found) == _kind(seen) and (not is_here or found.data_ptr() == tensor.data_ptr()):
+            return found if is_here else tensor
+        format_ = "" if found.stride() == seen.stride() else ", in another memory format"
+        raise InputError(
+            f"{name} holds the model's params, and one of shape {tuple(tensor.shape)} would change from {seen.dtype} "
+            f"on {seen.device} to {found.dtype} on {found.device}{format_}: convert the model before {name} is made, "
+            "or call close(), convert it, and make strategy and optimizer again"
+        )
+
+    return checked
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.device, tensor.stride()
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether a sharded param has no memory now; of FSDP's between uses."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def _small(tensor: Tensor) -> Tensor:
+    """A few elements, laid out in memory as the tensor's would be."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    few = torch.empty_like(like[(slice(2),) * like.dim()])
+    return torch.empty_strided(few.shape, few.stride(), dtype=tensor.dtype, device=tensor.device)
