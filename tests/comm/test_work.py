@@ -116,6 +116,19 @@ def test_completion_bytes_and_waiting_are_counted(monkeypatch: pytest.MonkeyPatc
     assert traffic.wait_s == 0.25, "a second wait costs nothing"
 
 
+def test_what_is_waited_for_can_be_told_from_another_thread() -> None:
+    traffic, seen = Traffic(), list[str]()
+
+    class Asking(Slow):
+        def wait(self) -> None:
+            assert traffic.awaited is not None
+            seen.append(traffic.awaited.describe())
+
+    Work(Asking(), torch.zeros(2), traffic, name="broadcast").wait()
+    assert seen == ["broadcast of 8 bytes, its collective number 1"]
+    assert traffic.awaited is None
+
+
 def test_a_group_counts_what_it_sends() -> None:
     def rank(group: ThreadGroup) -> Traffic:
         group.all_reduce(torch.zeros(5)).wait()
@@ -176,7 +189,11 @@ def test_a_peer_that_is_gone_is_a_lost_group_in_the_transport_s_words(kind: type
     for _ in range(2):
         with pytest.raises(GroupLostError) as raised:
             work.wait()
-        assert str(raised.value) == words.partition("] ")[2]
+        own, _, where = str(raised.value).partition("; this rank waited in ")
+        assert own == words.partition("] ")[2]
+        assert ("number 1: a peer that still runs" in where) == ("Timed out" in words), (
+            "it may be in another collective"
+        )
     assert work.is_completed()
     assert lost.is_lost
     assert lost.error is None, "another group may still complete what the peer had sent"

@@ -92,7 +92,8 @@ class GlooGroup:
         lost = self._formed.lost
         if lost.error is not None:
             lost.check()
-        return GlooWork(getattr(self.process_group, name)([tensor], options), tensor, self.traffic, lost)
+        work = getattr(self.process_group, name)([tensor], options)
+        return GlooWork(work, tensor, self.traffic, lost, name.replace("allreduce", "all_reduce"))
 
 
 class _Formed:

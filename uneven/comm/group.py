@@ -175,7 +175,7 @@ class TorchGroup:
         if self._lost.error is not None:
             self._lost.check()
         work = collective(tensor, group=self._process_group, async_op=True, **options)
-        return self._kind_of_work(tensor)(work, tensor, self.traffic, self._lost)
+        return self._kind_of_work(tensor)(work, tensor, self.traffic, self._lost, collective.__name__)
 
     def _kind_of_work(self, tensor: Tensor) -> type[Work]:
         return Work if self.is_nccl(tensor) else GlooWork

@@ -21,6 +21,9 @@ _PEER = re.compile(r"gloo/transport|connection|\bpeer\b|socket|timed out|broken 
 # What Gloo says around that: its own file and line, and to look at other logs.
 _NOISE = re.compile(r"^\[[^\]]*\.(?:cc|h):\d+\] |\. This (?:is|may be) typically caused by .*", re.DOTALL)
 
+_TIMEOUT = re.compile(r"timed out waiting|no answer", re.IGNORECASE)
+OTHER_ORDER = "a peer that still runs waits in another one, where ranks start collectives in different orders"
+
 
 class Lost:
     """Whether a group, and all that were made from it, is over, and why. Any thread may call it at any time."""
@@ -56,6 +59,11 @@ def as_lost(error: RuntimeError) -> RuntimeError:
     if type(error).__module__.startswith("uneven.") or not _PEER.search(str(error)):
         return error
     return GroupLostError(_NOISE.sub("", str(error)))
+
+
+def is_timeout(why: str) -> bool:
+    """Whether a peer was given up that may still run."""
+    return _TIMEOUT.search(why) is not None
 
 
 def describe_wrong(number: int, writer: int) -> str:

@@ -76,7 +76,8 @@ class SharedMemoryGroup:
 
     def _start(self, tensor: Tensor, combine: Combine | None, owner: int | None, has_result: bool = True) -> Work:
         work = self._exchange.start(tensor, combine, owner, has_result)
-        return Work(work, tensor, self.traffic, self._formed.lost)
+        name = "broadcast" if combine is None else "all_reduce" if owner is None else "reduce"
+        return Work(work, tensor, self.traffic, self._formed.lost, name)
 
 
 class _Formed:

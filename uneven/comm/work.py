@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from uneven.comm.lost import SLICE_S, Lost, as_lost
+from uneven.comm.lost import OTHER_ORDER, SLICE_S, Lost, as_lost, is_timeout
 from uneven.errors import GroupLostError
 
 _SLICE = timedelta(seconds=SLICE_S)
@@ -24,6 +24,9 @@ class Traffic:
     collectives: int = 0
     payload_bytes: int = 0
     wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.awaited: Work | None = None  # what a thread waits for just now; read by the heartbeat
 
 
 class TorchWork(Protocol):
@@ -39,25 +42,37 @@ class Work:
     `lost`: of its group. Where that is aborted the work is completed, and `wait()` raises.
     """
 
-    def __init__(self, inner: TorchWork, tensor: torch.Tensor, traffic: Traffic, lost: Lost | None = None) -> None:
+    def __init__(
+        self,
+        inner: TorchWork,
+        tensor: torch.Tensor,
+        traffic: Traffic,
+        lost: Lost | None = None,
+        name: str = "collective",
+    ) -> None:
         self._inner: TorchWork | None = inner
+        self._name = name
         self._tensor = tensor
         self._traffic = traffic
         self._lost = Lost() if lost is None else lost
         self._future: torch.futures.Future[torch.Tensor] | None = None
         self._why_lost: str | None = None  # what `wait` has raised, and raises again
         traffic.collectives += 1
+        self._number = traffic.collectives
         traffic.payload_bytes += tensor.numel() * tensor.element_size()
 
     def wait(self) -> torch.Tensor:
         if self._inner is not None:
             began = time.perf_counter()
+            self._traffic.awaited = self
             try:
                 if self._lost.error is not None:
                     self._lost.check()
                 self._await(self._inner)
             except RuntimeError as error:
                 self._fail(error)
+            finally:
+                self._traffic.awaited = None
             self._traffic.wait_s += time.perf_counter() - began
             self._inner = None
             if self._future is not None and not self._future.done():
@@ -65,6 +80,11 @@ class Work:
         if self._why_lost is not None:
             raise GroupLostError(self._why_lost)  # here: from inside it would hold the transport's work
         return self._tensor
+
+    def describe(self) -> str:
+        """Which collective it is: ranks that wait for each other's are told apart by it."""
+        size = self._tensor.numel() * self._tensor.element_size()
+        return f"{self._name} of {size:,} bytes, its collective number {self._number:,}"
 
     def is_completed(self) -> bool:
         """Also when it has failed, which `wait` raises."""
@@ -80,6 +100,8 @@ class Work:
         if not isinstance(lost, GroupLostError):
             raise error
         self._why_lost, self._lost.has_lost_peer = str(lost), True
+        if is_timeout(self._why_lost):
+            self._why_lost += f"; this rank waited in {self.describe()}: {OTHER_ORDER}"
         if self._future is not None and not self._future.done():
             self._future.set_exception(GroupLostError(self._why_lost))  # type: ignore[arg-type]  # wrong stubs
 

@@ -113,6 +113,14 @@ class RankInfo:
         if self.clocks is not None:
             self.clocks.measure(self.group, clock)
 
+    @property
+    def awaited(self) -> str | None:
+        """The collective that this rank waits for at this moment; read from another thread, also before there is a
+        group.
+        """
+        work = None if self._group is None else self._group.traffic.awaited
+        return None if work is None else work.describe()
+
     def join(self, group: Group) -> None:
         """From now on collectives go through this group."""
         assert (group.rank, group.world_size) == (self.rank, self.world_size), "the group of these very ranks"

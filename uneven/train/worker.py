@@ -356,13 +356,16 @@ class Worker:
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
+        info = self.rank_info
         rounds = {} if self.synchronizer is None else self.synchronizer.progress()
         where: dict[str, Any] = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        if (awaited := info.awaited) is not None:
+            where["collective"] = awaited
         if self.settler is not None:
             where |= self.settler.show()
         elif self.synchronizer is not None:
             where |= why_nobody_goes(self.engine, self.membership is not None)
-        return {**where, **self.rank_info.place, "deadline": self.config.deadline}
+        return {**where, **info.place, "deadline": self.config.deadline}
 
     def _report_notes(self) -> None:
         notes = [] if self.synchronizer is None else self.synchronizer.notes

@@ -266,3 +266,17 @@ def test_lines_are_for_those_who_know_the_word() -> None:
                     break
         assert keeper.lost == set()
         assert len(keeper._strangers) == 1  # it has said nothing yet
+
+
+def test_a_hang_in_a_collective_is_called_that() -> None:
+    """Where ranks start collectives in different orders, no code of the user's own is slow."""
+    found = ranks("compute", "compute")
+    for rank, name in enumerate(("all_reduce", "broadcast")):
+        found[rank].update({**found[rank].status, "count": 10**6, "collective": f"{name} of 8 bytes"}, 100.0)
+    words = r"rank 0 .*collective at slot 3 .*rank 0 in all_reduce of 8 bytes; rank 1 in broadcast.*different orders"
+    with pytest.raises(RankError, match=words) as caught:
+        check_deadlines(found, [0, 1], 100.0)
+    assert "pause" not in str(caught.value)
+    found[1].update({"count": 10**6 + 1, "rank": 1, "slot": 3, "phase": "compute"}, 100.0)
+    with pytest.raises(RankError, match=r"rank 1 .* is stuck in compute .*pause"):  # whom the other waits for
+        check_deadlines(found, [0, 1], 100.0)

@@ -92,9 +92,15 @@ class RankHealth:
         host = self.status.get("member", self.member).split("/")[0]
         return f"rank {self.status.get('rank', number)} ({self.device} on {host})"
 
+    def place(self, number: int) -> str:
+        """What it does, or which collective it waits for."""
+        doing = self.status.get("collective", self.status.get("phase", "setup"))
+        return f"rank {self.status.get('rank', number)} in {doing}"
+
 
 def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> dict[int, tuple[str, str]]:
-    """Running processes that are silent; else the first that does not wait for others, where none moves.
+    """Running processes that are silent; else the first that does not wait for others, where none moves; else the first
+    that waits in a collective where it should compute.
 
     What is wrong with each, and what the user can do about it.
     """
@@ -106,16 +112,26 @@ def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float)
         return {n: (what.format(silent_s[n], whys[ranks[n].is_reached]), advice) for n in silent}
     if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
         return {}  # one of them moves: the others wait for it and are not stuck
-    for number in running:
-        rank = ranks[number]
-        if rank.status and rank.status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES):
-            what = f"is stuck in {rank.status['phase']} at slot {rank.status['slot']} for {rank.step_limit_s:.0f} s"
-            advice = (
-                ". If it does long work of your own there, such as an evaluation, put that into "
-                f'`with ddp.pause("evaluation"):`, or set deadline=SECONDS (now {rank.deadline!r}; None waits for ever)'
-            )
-            return {number: (what, advice)}
-    return {}
+    busy = [n for n in running if ranks[n].status and ranks[n].status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES)]
+    if not busy:
+        return {}
+    number = min(busy, key=lambda n: "collective" in ranks[n].status)
+    rank = ranks[number]
+    where = f"at slot {rank.status['slot']} for {rank.step_limit_s:.0f} s"
+    deadline = f"deadline=SECONDS (now {rank.deadline!r}; None waits for ever)"
+    if "collective" in rank.status:
+        what = f"hangs in a collective {where} ({'; '.join(ranks[n].place(n) for n in running)})"
+        advice = (
+            ". Ranks wait for each other like this where they start collectives in different orders: all must run the "
+            f"same layers, and collectives of your own at the same places. For a slow network set {deadline}"
+        )
+    else:
+        what = f"is stuck in {rank.status['phase']} {where}"
+        advice = (
+            ". If it does long work of your own there, such as an evaluation, put that into "
+            f'`with ddp.pause("evaluation"):`, or set {deadline}'
+        )
+    return {number: (what, advice)}
 
 
 def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
