@@ -197,7 +197,7 @@ def is_there(name: str) -> bool:
             ("torch", "numpy", "psutil", "rich", "typer"),
         ),
         ("import uneven.data.datasets", ("torch", "psutil")),
-        ("import uneven.hardware.diagnosis", ("torch", "numpy")),
+        ("import uneven.install.diagnosis", ("torch", "numpy")),
         ("import uneven.policy.axis", ("torch", "numpy")),
         ("from uneven.templates import machine, project; machine.read_machine()", ("torch", "numpy")),
     ],

@@ -58,10 +58,11 @@ def test_with_numpy_alone_the_data_and_the_hardware_report_work(wheel: Path, tmp
 import sys
 sys.path.append({str(tmp_path)!r})
 from uneven.data import datasets
-from uneven.hardware.diagnosis import diagnose
+from uneven.install.advice import read_machine
+from uneven.install.diagnosis import diagnose
 digits = datasets.load("mnist-mini")
 print(digits.train_images.shape, digits.test_labels.shape)
-print([problem.what for problem in diagnose().problems])
+print([problem.what for problem in diagnose(read_machine()).problems])
 """
     isolated = [sys.executable, "-I", "-S", "-c", script]
     done = subprocess.run(isolated, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -3,24 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cli.documents import check_document
+from tests.hardware.fakes import make_pynvml
 from uneven.cli.devices import verdict
 from uneven.cli.main import main
 from uneven.hardware import measure as measuring
 from uneven.hardware.measure import DeviceSpeed
-
-SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu=*)
-    echo '0, NVIDIA GeForce RTX 5060 Ti, 16384, GPU-aaaa, 00000000:01:00.0, Disabled, 12.0'
-    echo '1, NVIDIA GeForce GTX 1060 6GB, 6144, GPU-bbbb, 00000000:02:00.0, [N/A], 6.1' ;;
-  *) echo '| Driver Version: 580.82.07    CUDA Version: 13.0 |' ;;
-esac
-"""
 
 
 @pytest.fixture
@@ -142,12 +133,9 @@ def test_real_devices_side_by_side(uneven, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gpus_that_torch_cannot_use_are_listed_with_the_fix(  # type: ignore[no-untyped-def]
-    uneven, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uneven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text(SMI)
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setitem(sys.modules, "pynvml", make_pynvml())
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, _ = uneven("devices")
     text = " ".join(out.split())

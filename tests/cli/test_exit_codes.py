@@ -163,14 +163,13 @@ CALLS = [
     ("state export saved --to model.bin", 2),
     ("state export saved --to /proc/nowhere/model.pt", 3),
     ("torch list --json", 0),
-    ("torch info", 2),
     ("torch install gpu", 2),
     ("torch install cu126 --dry-run --json", 0),
     ("torch activate", 2),
     ("torch activate --none --json", 0),
     ("torch remove absent -y", 2),
     ("torch build --archs 6.1;12.0 --dry-run --json", 0),
-    ("torch build --archs 6.1;11.0", 2),
+    ("torch build --archs Pascal", 2),
     ("torch build --archs 6.1;12.0", 3),
     ("bench list", 0),
     ("bench list --json", 0),
@@ -197,8 +196,6 @@ CALLS = [
     ("bench strategies --only none", 2),
     ("setup --dry-run --json", 0),
     ("setup --dry-run --build none", 2),
-    ("setup --dry-run --machine absent.json", 2),
-    ("setup --record /proc/nowhere/machine.json --json", 3),
 ]
 
 

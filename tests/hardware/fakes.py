@@ -4,16 +4,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from uneven.hardware.container import Surroundings
-from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.gpus import Gpu, GpuReport
-from uneven.hardware.system import System
+from uneven.hardware.system import Cpu, System
 from uneven.hardware.torchbuild import TorchBuild
 
 GIB = 2**30
-RTX_5060_TI = Gpu(0, "NVIDIA GeForce RTX 5060 Ti", 16 * GIB, "sm_120", 4608, "GPU-aaaa", "0000:01:00.0", False)
-GTX_1060 = Gpu(1, "NVIDIA GeForce GTX 1060 6GB", 6 * GIB, "sm_61", 1280, "GPU-bbbb", "0000:02:00.0", None)
-TWO_GPUS = GpuReport((RTX_5060_TI, GTX_1060), "580.82.07", "13.0", "NVML")
+RTX_5060_TI = Gpu(0, "NVIDIA GeForce RTX 5060 Ti", 16 * GIB, "sm_120", 4608, "GPU-aaaa", False)
+GTX_1060 = Gpu(1, "NVIDIA GeForce GTX 1060 6GB", 6 * GIB, "sm_61", 1280, "GPU-bbbb", None)
+TWO_GPUS = GpuReport((RTX_5060_TI, GTX_1060), "580.82.07", "13.0")
 NO_GPUS = GpuReport(reason="no NVIDIA driver (libnvidia-ml.so not found)")
 
 CPU_BUILD = TorchBuild(True, "2.13.0+cpu", gloo=True, threads=2, cpu_capability="DEFAULT")
@@ -34,13 +32,13 @@ def make_system(flags: tuple[str, ...] = (), platform: str = "Linux", **changes:
         "os_name": "Debian 12" if platform == "Linux" else f"{platform} 1",
         "kernel": "6.1",
         "python": "3.11.7",
-        "cpu": Cpu("i9-9900K", "x86_64", 1, 8, 16, flags),
+        "cpu": Cpu("i9-9900K", "x86_64", flags),
         "available_cores": tuple(range(16)),
         "cpu_quota": None,
         "memory_bytes": 24 * GIB,
         "memory_available_bytes": 20 * GIB,
         "memory_is_limited": False,
-        "surroundings": Surroundings(None, None, None, False),
+        "is_container": False,
     }
     return System(**(values | changes))
 
@@ -67,7 +65,6 @@ def make_pynvml(gpus: tuple[Gpu, ...] = TWO_GPUS.gpus, init_error: Exception | N
     fake.nvmlDeviceGetCudaComputeCapability = lambda gpu: (int(gpu.sm[3:-1]), int(gpu.sm[-1]))
     fake.nvmlDeviceGetNumGpuCores = lambda gpu: gpu.cores
     fake.nvmlDeviceGetUUID = lambda gpu: gpu.uuid
-    fake.nvmlDeviceGetPciInfo = lambda gpu: SimpleNamespace(busId=gpu.pci)
     fake.nvmlDeviceGetMigMode = mig_mode
     fake.nvmlSystemGetDriverVersion = lambda: "580.82.07"
     fake.nvmlSystemGetCudaDriverVersion_v2 = lambda: 13000

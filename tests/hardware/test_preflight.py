@@ -128,3 +128,11 @@ def test_hidden_gpus_are_reported_as_hidden(put_machine, monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES='' hides every GPU"):
         check_device(Device("cuda", 0))
+
+
+def test_a_build_for_rocm_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(preflight, "installed_version", lambda: "2.10.0+rocm7.1")
+    with pytest.raises(MachineError, match="ROCm"):
+        refuse_unsupported({})
+    refuse_unsupported({"UNEVEN_UNTESTED": "1"})

@@ -3,7 +3,6 @@ import sys
 import pytest
 
 from uneven.hardware.torchbuild import Support, arch_support, installed_version, read_torch, release
-from uneven.hardware.wheels import choose, how_to_cover, oldest_driver, pick_wheel
 
 from .fakes import CU128_ARCHS, make_torch
 
@@ -66,65 +65,3 @@ def test_the_torch_of_this_environment() -> None:
 )
 def test_release(text: str | None, found: tuple[int, int] | None) -> None:
     assert release(text) == found
-
-
-@pytest.mark.parametrize(
-    ("sms", "driver", "tag"),
-    [
-        (["sm_86"], "13.0", "cu130"),
-        (["sm_86"], None, "cu130"),
-        (["sm_86"], "12.4", "cu126"),
-        (["sm_61"], "13.0", "cu126"),
-        (["sm_61", "sm_89"], "13.0", "cu126"),
-        (["sm_120"], "12.8", "cu128"),
-        (["sm_70", "sm_120"], "13.0", "cu128"),
-        (["sm_75", "sm_121"], "13.0", "cu130"),
-        (["sm_61", "sm_120"], "13.0", None),
-        (["sm_37"], "13.0", None),
-    ],
-)
-def test_which_wheel_covers(sms: list[str], driver: str | None, tag: str | None) -> None:
-    wheel = pick_wheel(sms, driver)
-    assert (wheel.tag if wheel else None) == tag
-
-
-def test_a_span_that_no_wheel_covers_is_built_from_source() -> None:
-    text = how_to_cover(["sm_120", "sm_61"], "13.0")
-    assert "no prebuilt torch covers sm_61 to sm_120" in text
-    assert "uneven torch build --archs '6.1;12.0'" in text
-    assert "CUDA 12.8 or 12.9" in text
-
-
-def test_a_wheel_is_setup_or_a_pip_command() -> None:
-    text = how_to_cover(["sm_61"], "12.6")
-    assert text.startswith("uneven setup")
-    assert "pip install --force-reinstall 'torch>=2.8,<2.15' --index-url https://download.pytorch.org/whl/cu126" in text
-
-
-def test_gpus_that_no_torch_runs_on_are_left_out_of_the_choice() -> None:
-    choice = choose(["sm_37", "sm_86"], "13.0")
-    assert (choice.kind, choice.sms, choice.too_old) == ("wheel", ("sm_86",), ("sm_37",))
-    assert choose(["sm_35"], "11.4").kind == "nothing"
-    assert "train on the CPU" in how_to_cover(["sm_35"], "11.4")
-
-
-def test_a_gpu_newer_than_every_wheel_takes_the_ptx_of_the_newest() -> None:
-    choice = choose(["sm_130"], "13.3")
-    assert choice.wheel is not None
-    assert (choice.kind, choice.wheel.tag, choice.is_jit) == ("wheel", "cu130", True)
-    assert choose(["sm_86"], "13.3").is_jit is False
-
-
-def test_on_arm_servers_the_wheels_have_other_archs() -> None:
-    assert choose(["sm_75"], "13.0", "aarch64").kind == "source"
-    wheel = choose(["sm_110"], "13.0", "aarch64").wheel
-    assert wheel is not None
-    assert wheel.tag == "cu130"
-
-
-def test_a_driver_too_old_for_every_wheel_that_covers() -> None:
-    text = how_to_cover(["sm_86"], "11.8")
-    assert "update the NVIDIA driver to 525.60.13 or newer (for cu126), or 580.65.06 or newer (for cu130)" in text
-    assert "580" not in how_to_cover(["sm_61"], "11.8")
-    assert oldest_driver("13.0") == "580.65.06"
-    assert oldest_driver("nonsense") is None

@@ -14,7 +14,6 @@ CU126 = {
     "archs": ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"],
     "size_bytes": 6_500_000_000,
     "source": "torch>=2.8,<2.15 of cu126",
-    "python_version": "3.11.9",
 }
 CPU = {**CU126, "version": "2.13.0+cpu", "cuda": None, "archs": [], "size_bytes": 900_000_000, "source": "cpu"}
 

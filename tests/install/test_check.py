@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from uneven.install import check, training_step
+from uneven.install import check
 from uneven.install.check import Checked, check_devices
 
 
@@ -25,7 +25,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, str, str]) -
 
 
 def test_the_step_trains_on_the_cpu() -> None:
-    result = training_step.train("cpu")
+    result = check.train("cpu")
     assert result["ok"]
     assert result["error"] is None
     assert 1.5 < result["loss"] < 4.0  # ten classes, an untrained model: ln 10 is 2.3
@@ -34,10 +34,10 @@ def test_the_step_trains_on_the_cpu() -> None:
 def test_a_loss_that_is_not_finite_or_weights_that_stay_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
-    assert training_step.train("cpu")["error"].endswith("weights did not move")
+    assert check.train("cpu")["error"].endswith("weights did not move")
     monkeypatch.undo()
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda x, y: x.sum() * float("nan"))
-    assert training_step.train("cpu")["ok"] is False
+    assert check.train("cpu")["ok"] is False
 
 
 DEVICES = '{"devices": ["cpu", "cuda:0", "cuda:1"]}\n'

@@ -126,7 +126,7 @@ def test_an_image_for_gpus_names_the_torch_build_that_covers_them() -> None:
     assert one.devices[-1].startswith("CPU with ")
     assert "no torch yet" in one.versions
     docker = make_files("demo", "vision", one)["Dockerfile"]
-    assert "uneven setup -y --system --build cu130\n" in docker  # it would find no GPU while the image is built
+    assert "uneven setup -y --build cu130\n" in docker  # it would find no GPU while the image is built
     assert "# For RTX 5090 (32 GiB);" in docker
     assert "--gpus all" in docker
     docker = make_files("demo", "vision", both)["Dockerfile"]

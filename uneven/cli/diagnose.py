@@ -5,7 +5,6 @@ Exit code 0 when all is fine, 3 when there is a problem. No GPU is not a problem
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,18 +16,13 @@ from uneven.install.builds import list_builds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from uneven.hardware.diagnosis import Advised, Diagnosis
-    from uneven.install.advice import Advice
+    from uneven.hardware.gpus import GpuReport
+    from uneven.install.diagnosis import Diagnosis
 
 _SUPPORT_COLORS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
 
 
-def diagnose(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="Also write this machine to FILE, for a bug report.", metavar="FILE")
-    ] = None,
-) -> None:
+def diagnose(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Report the system, GPUs, torch, what fits together, and for each problem the command that fixes it.
 
     Exit code 0 when all is fine, 3 when this machine has a problem that stops or breaks training. Examples:
@@ -37,38 +31,23 @@ def diagnose(
 
     uneven diagnose --json    the same for a script or a bug report
     """
-    from uneven.hardware.diagnosis import diagnose as run_diagnosis
-    from uneven.install.advice import advise
-    from uneven.install.machine import read_machine, write_record
+    from uneven.install.advice import read_machine
+    from uneven.install.diagnosis import diagnose as run_diagnosis
 
-    machine = read_machine()
-    advice = advise(machine)
-    diagnosis = run_diagnosis(machine.system, machine.gpus, machine.torch, advised=_advised(advice))
-    if record is not None:
-        write_record(machine, record)
-        typer.echo(f"this machine is recorded in {record}", err=True)
+    diagnosis = run_diagnosis(read_machine())
     if as_json:
-        builds = [asdict(build) for build in list_builds()]
-        print(json.dumps({**diagnosis.to_json(), "advice": advice.to_json(), "builds": builds}, indent=2))
+        print(json.dumps({**diagnosis.to_json(), "builds": [asdict(build) for build in list_builds()]}, indent=2))
     else:
-        _print(diagnosis, advice)
+        _print(diagnosis)
     raise typer.Exit(0 if diagnosis.is_fine else MachineError.exit_code)
 
 
-def _advised(advice: "Advice") -> "Advised":
-    """Setup's advice in the form in which the diagnosis takes it: what setup itself installs is a call of setup."""
-    from uneven.hardware.diagnosis import Advised
-
-    fix = f"uneven setup  (or: {advice.command})" if advice.kind == "install" else advice.action
-    return Advised(advice.kind, advice.why, fix, advice.is_installed)
-
-
-def sections(diagnosis: "Diagnosis", advice: "Advice") -> dict[str, list[tuple[str, str]]]:
+def sections(diagnosis: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
     """The report as (label, text) lines by heading, without markup."""
     return {
         "System": _system(diagnosis),
-        "GPUs and driver": _gpus(diagnosis),
-        "torch build": [*_torch(diagnosis), *_builds(advice)],
+        "GPUs and driver": gpu_lines(diagnosis.gpus),
+        "torch build": [*_torch(diagnosis), *_builds(diagnosis)],
         "Compatibility": _compatibility(diagnosis),
         "Precision": [
             (choice.device, f"{choice.precision}  {choice.name}: {choice.why}") for choice in diagnosis.precision
@@ -95,48 +74,28 @@ def _compatibility(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
 
 
 def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
-    system, cpu, surroundings = diagnosis.system, diagnosis.system.cpu, diagnosis.system.surroundings
-    topology = ", ".join(
-        [format_count(cpu.sockets, "socket"), format_count(cpu.cores, "core"), format_count(cpu.threads, "thread")]
-    )
+    system = diagnosis.system
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
-    lines = [
-        ("OS", f"{system.os_name or system.platform}, kernel {system.kernel or '?'}"),
-        ("CPU", f"{cpu.model or 'unknown model'} ({cpu.architecture}): {topology}"),
+    memory = f"{format_gib(system.memory_bytes)}{limited}, {format_gib(system.memory_available_bytes)} available"
+    return [
+        ("OS", f"{system.os_name}, kernel {system.kernel}{', in a container' if system.is_container else ''}"),
+        ("CPU", f"{system.cpu.model or 'unknown model'} ({system.cpu.architecture})"),
         ("usable cores", f"{len(system.available_cores)}{quota}"),
-        ("bf16 flags", ", ".join(cpu.flags) or "none"),
-        (
-            "memory",
-            f"{format_gib(system.memory_bytes)}{limited}, {format_gib(system.memory_available_bytes)} available",
-        ),
+        ("bf16 flags", ", ".join(system.cpu.flags) or "none"),
+        ("memory", memory),
         ("Python", system.python),
-        ("container", surroundings.container or "none"),
-        ("Docker", _docker(diagnosis)),
     ]
-    if surroundings.wsl is not None:
-        lines.insert(1, ("WSL", str(surroundings.wsl)))
-    return lines
 
 
-def _gpus(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
-    report = diagnosis.gpus
+def gpu_lines(report: "GpuReport") -> list[tuple[str, str]]:
+    """The GPUs and their driver; `uneven setup` shows them, too."""
     if not report.gpus:
         return [("GPUs", f"none ({report.reason})")]
-    lines = [
-        (
-            "driver",
-            f"{report.driver or '?'} (up to CUDA {report.driver_cuda or '?'}), read by {report.source}",
-        )
-    ]
+    lines = [("driver", f"NVIDIA {report.driver or '?'}, up to CUDA {report.driver_cuda or '?'}")]
     for gpu in report.gpus:
-        parts = [gpu.name, gpu.sm or "sm_?", format_gib(gpu.memory_bytes)]
-        parts += [format_count(gpu.cores, "core")] if gpu.cores else []
-        parts += [f"PCI {gpu.pci}"] if gpu.pci else []
-        parts += ["MIG on"] if gpu.mig else []
+        parts = [gpu.name, gpu.sm or "sm_?", format_gib(gpu.memory_bytes), *(["MIG on"] if gpu.mig else [])]
         lines.append((f"GPU {gpu.index}", ", ".join(parts)))
-    if report.mps_running:
-        lines.append(("MPS", "the daemon is running"))
     return lines
 
 
@@ -154,26 +113,14 @@ def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     ]
 
 
-def _builds(advice: "Advice") -> list[tuple[str, str]]:
+def _builds(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     """The build for this machine, and the others that `uneven torch` keeps."""
+    advice = diagnosis.advice
     lines = [] if advice.is_installed else [("for this machine", f"{advice.build or advice.kind}: {advice.action}")]
     for build in list_builds():
-        kind = f"CUDA {build.cuda}" if build.cuda else "no CUDA"
-        text = (
-            f"torch {build.version} ({kind}), {format_gib(build.size_bytes)}, {' '.join(build.archs) or 'no GPU code'}"
-        )
+        text = f"torch {build.version} ({build.kind}), {' '.join(build.archs) or 'no GPU code'}"
         lines.append((f"build {build.name}", f"{text}{', active' if build.is_active else ''}"))
     return lines
-
-
-def _docker(diagnosis: "Diagnosis") -> str:
-    surroundings = diagnosis.system.surroundings
-    if surroundings.docker_client is None and not surroundings.docker_engine:
-        return "not found"
-    version = diagnosis.docker_version or "version unknown"
-    if surroundings.docker_engine:
-        return f"{version}, engine responds"
-    return f"{version} ({surroundings.docker_client}), no engine responds"
 
 
 def _no_nccl(diagnosis: "Diagnosis") -> str:
@@ -213,12 +160,12 @@ def print_sections(console: "Console", by_heading: "dict[str, list[tuple[str, st
         console.print(table)
 
 
-def _print(diagnosis: "Diagnosis", advice: "Advice") -> None:
+def _print(diagnosis: "Diagnosis") -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
-    print_sections(console, sections(diagnosis, advice))
+    print_sections(console, sections(diagnosis))
     # Text, not markup: an error may contain brackets. soft_wrap keeps a command on one line for copying.
     for note in diagnosis.notes:
         console.print(Text(f"Note: {note}"))

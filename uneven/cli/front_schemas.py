@@ -12,37 +12,25 @@ _BUILD = {
     "size_bytes": "whole|5400000000",
     "python": "text|/home/me/.local/share/uneven/torch/cu126/bin/python",
     "source": "text|the package index",
-    "python_version": "text?|3.11.7",
     "is_active": "bool|true",
-    "kind": "text|CUDA 12.6",
     "support": "object?|",
     "covers": "bool?|true",
 }
 _BUILD_PLAN = {
     "name": "text|cu126",
-    "variant": "text|cu126",
-    "torch": "text|torch==2.8.0",
-    "index_url": "text?|",
-    "uneven": ["text|uneven"],
+    "source": "text|torch>=2.8,<2.15 of cu126",
     "folder": "text|/home/me/.local/share/uneven/torch/cu126",
-    "download_bytes": "whole?|2600000000",
-    "disk_bytes": "whole?|5400000000",
-    "commands": ["any|python -m venv ..."],
+    "commands": ["text|python -m venv ..."],
 }
 _SOURCE_PLAN = {
-    "name": "text|source-61-120",
-    "torch": "text|2.8.0",
-    "archs": ["text|6.1"],
-    "toolkit": {"needed": "text|CUDA 12.8", "found": "text?|/usr/local/cuda"},
+    "name": "text|sm61-sm120",
+    "torch": "text|2.13.0",
+    "archs": "text|6.1;12.0",
+    "toolkit": "text?|/usr/local/cuda-12.8",
     "jobs": "whole|8",
-    "estimated": {"hours": "number|3.5", "disk_bytes": "whole|60000000000", "how": "text|by jobs and archs"},
-    "steps": [
-        {"name": "text|build", "command": ["text|python"], "environment": "object|", "done": "bool|false"},
-    ],
+    "commands": ["text|git init ..."],
     "missing": ["text|nvcc"],
-    "notes": ["text|a note"],
     "log": "text|build.log",
-    "state": "text|steps.json",
 }
 _SIMULATED = {
     "policy": "text|async",
@@ -64,10 +52,9 @@ _SIMULATED = {
 }
 FRONT: dict[str, Any] = {
     "setup": {
-        "version": "text|0.1.0",
         "machine": "object|",
         "advice": "object|",
-        "environment": "object?|",
+        "environment": "text|/home/me/project/.venv",
         "command": "any|",
         "installed": "bool|false",
         "checks": "any|",
@@ -78,24 +65,12 @@ FRONT: dict[str, Any] = {
         "gpus": [{"index": "whole|0", "name": "text|a GPU", "sm": "text?|sm_86"}],
         "builds": [_BUILD],
         "unfinished": ["text|cu128"],
-        "current": "object?|",
+        "current": "text?|2.13.0+cpu",
     },
-    "torch info": _BUILD,
     "torch install": (_BUILD, _BUILD_PLAN),
     "torch activate": {"active": "text?|cu126"},
     "torch remove": {"removed": "text|cu126"},
-    "torch build": (
-        {
-            "name": "text|source-61-120",
-            "version": "text|2.8.0",
-            "cuda": "text?|12.8",
-            "archs": ["text|sm_61"],
-            "python": "text|python",
-            "wheels": "text|wheels",
-        },
-        _SOURCE_PLAN,
-        {"command": "any|docker run ...", "image": "text|an image", "wheel": "text|a.whl", "afterwards": "text|uneven"},
-    ),
+    "torch build": ({**_BUILD, "wheels": "text|wheels"}, _SOURCE_PLAN),
     "init": {
         "name": "text|demo",
         "folder": "text|/home/me/demo",

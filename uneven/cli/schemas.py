@@ -59,9 +59,8 @@ SCHEMAS: dict[str, Schema] = {
         "network": {"interfaces": ["object|"], "likely": "text?|eth0", "why": "text|it has the default route"},
         "problems": ["object|"],
         "notes": ["text|no NVIDIA GPU: no NVIDIA driver"],
-        "docker?": {"client": "text?|/usr/bin/docker", "engine": "bool|true", "version": "text?|27.3.1"},
-        "advice?": "object|",
-        "builds?": "any|",
+        "advice": "object|",
+        "builds": "any|",
     },
     "devices": {
         "version": "text|0.1.0",

@@ -23,15 +23,21 @@ INSTALL = "uneven setup"
 OLDEST_SLICED = (7, 0)  # before Volta, MPS ignores the percentage and a slice would be the whole GPU
 
 
+def why_untested(system: str, is_rocm: bool) -> str | None:
+    """Why nobody knows whether uneven trains right on this operating system and build of torch; None where it does."""
+    if system != "Linux":
+        return f"this is {system or 'unknown'}, but only {TESTED} are tested"
+    return f"this torch is a build for ROCm, but only {TESTED} for CUDA or the CPU are tested" if is_rocm else None
+
+
 def refuse_unsupported(environ: Mapping[str, str] = os.environ) -> None:
-    """MachineError unless this is Linux (or UNEVEN_UNTESTED=1) with a supported torch. Does not import torch."""
-    system = platform.system() or "unknown"
-    if system != "Linux" and environ.get("UNEVEN_UNTESTED") != "1":
-        raise MachineError(
-            f"this is {system}, but only {TESTED} are tested; set UNEVEN_UNTESTED=1 to try anyway, "
-            "or run 'uneven diagnose' for a full report"
-        )
+    """MachineError unless this is Linux with a torch for CUDA or the CPU (or UNEVEN_UNTESTED=1), and torch is not too
+    old. Does not import torch.
+    """
     version = installed_version()
+    why = why_untested(platform.system(), "rocm" in (version or ""))
+    if why is not None and environ.get("UNEVEN_UNTESTED") != "1":
+        raise MachineError(f"{why}; set UNEVEN_UNTESTED=1 to try anyway, or run 'uneven diagnose' for a full report")
     if version is None:
         raise TorchMissingError
     major_minor = release(version)

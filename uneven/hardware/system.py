@@ -1,22 +1,31 @@
-"""The machine as one frozen record: CPU, memory, operating system, container.
+"""The machine as one frozen record: CPU, memory, operating system, limits.
 
-read_system never raises: a value that cannot be read is None. The root path and the environment are parameters, so that
-tests pass fake trees.
+read_system never raises: a value that cannot be read is None. The root path is a parameter, so that tests pass fake
+trees.
 """
 
-import os
 import platform
 import re
-import shlex
-from collections.abc import Mapping
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from uneven.hardware.cgroup import cpu_limit, memory_limit
-from uneven.hardware.container import Surroundings, read_surroundings
 from uneven.hardware.cores import available_cores
-from uneven.hardware.cpumodel import Cpu, read_cpu
-from uneven.hardware.optional import read_text
+from uneven.hardware.optional import or_none, read_text
+
+# Native bfloat16 arithmetic; without one of these bf16 on a CPU is emulated and slower than fp32.
+PRECISION_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor; `flags` are those for bf16."""
+
+    model: str | None
+    architecture: str
+    flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,8 @@ class System:
     """This machine; memory is limited to what a container may use."""
 
     platform: str
-    os_name: str | None
-    kernel: str | None
+    os_name: str
+    kernel: str
     python: str
     cpu: Cpu
     available_cores: tuple[int, ...]
@@ -33,37 +42,31 @@ class System:
     memory_bytes: int | None
     memory_available_bytes: int | None
     memory_is_limited: bool
-    surroundings: Surroundings
-
-    @property
-    def is_linux(self) -> bool:
-        return self.platform == "Linux"
+    is_container: bool
 
 
-def _os_name(root: Path, system: str) -> str | None:
-    if system == "Darwin":
-        return f"macOS {platform.mac_ver()[0]}".strip()
-    if system != "Linux":
-        return f"{system} {platform.release()}".strip() or None
-    text = read_text(root / "etc/os-release") or read_text(root / "usr/lib/os-release") or ""
-    for name in ("PRETTY_NAME", "NAME"):
-        match = re.search(rf"^{name}=(.*)$", text, re.MULTILINE)
-        if match:
-            try:
-                return " ".join(shlex.split(match[1])) or None
-            except ValueError:  # an unclosed quote
-                return match[1].strip("\"'") or None
-    return None
+def read_cpu(root: Path = Path("/")) -> Cpu:
+    """The CPU of this machine: ARM kernels report numbers in place of a name, which lscpu knows."""
+    pairs = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").split("\n\n")[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return Cpu(
+        model=fields.get("model name") or (_lscpu_model() if root == Path("/") else None),
+        architecture=platform.machine() or "unknown",
+        flags=tuple(flag for flag in PRECISION_FLAGS if flag in flags),
+    )
 
 
-def _memory_without_proc() -> tuple[int | None, int | None]:
+def _lscpu_model() -> str | None:
+    command = shutil.which("lscpu")
+    if command is None:
+        return platform.processor() or None
     try:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        return int(memory.total), int(memory.available)
-    except Exception:  # psutil may be missing, or its platform call may fail in any way
-        return None, None
+        text = subprocess.run([command], capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"^Model name:\s*(\S.*)$", text, re.MULTILINE)
+    return match[1].strip() if match and match[1].strip() != "-" else None
 
 
 def read_memory(root: Path = Path("/")) -> tuple[int | None, int | None, bool]:
@@ -71,8 +74,6 @@ def read_memory(root: Path = Path("/")) -> tuple[int | None, int | None, bool]:
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo") or "", re.MULTILINE))
     total = int(fields["MemTotal"]) * 1024 if "MemTotal" in fields else None
     available = int(fields["MemAvailable"]) * 1024 if "MemAvailable" in fields else None
-    if total is None and root == Path("/"):
-        total, available = _memory_without_proc()
     limit, free = memory_limit(root)
     is_limited = limit is not None and (total is None or limit < total)
     if is_limited:
@@ -81,16 +82,20 @@ def read_memory(root: Path = Path("/")) -> tuple[int | None, int | None, bool]:
     return total, available, is_limited
 
 
-def read_system(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> System:
+def is_container(root: Path = Path("/")) -> bool:
+    """Whether this process runs in a container of Docker, Podman or Kubernetes."""
+    signs = (".dockerenv", "run/.containerenv", "var/run/secrets/kubernetes.io")
+    return any((root / sign).exists() for sign in signs)
+
+
+def read_system(root: Path = Path("/")) -> System:
     """All facts about this machine except GPUs, network and torch."""
-    # A fake tree is always that of a Linux machine.
-    system = platform.system() if root == Path("/") else "Linux"
     total, available, is_limited = read_memory(root)
-    kernel = (read_text(root / "proc/sys/kernel/osrelease") or "").strip()
+    release = or_none(platform.freedesktop_os_release) or {}
     return System(
-        platform=system,
-        os_name=_os_name(root, system),
-        kernel=kernel or (platform.release() if root == Path("/") else None),
+        platform=platform.system(),
+        os_name=release.get("PRETTY_NAME") or f"{platform.system()} {platform.release()}",
+        kernel=platform.release(),
         python=platform.python_version(),
         cpu=read_cpu(root),
         available_cores=available_cores(root),
@@ -98,5 +103,5 @@ def read_system(root: Path = Path("/"), environ: Mapping[str, str] = os.environ)
         memory_bytes=total,
         memory_available_bytes=available,
         memory_is_limited=is_limited,
-        surroundings=read_surroundings(root, environ),
+        is_container=is_container(root),
     )

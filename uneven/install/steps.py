@@ -1,51 +1,34 @@
-"""Long work as named steps that survive an interruption: a state file of what is done, and a log of all output.
+"""Commands that install: pip's or uv's, and how one is run with its output shown, ended with us whatever happens."""
 
-Every step may be repeated: one that was interrupted runs again from its start, and tools such as git, pip and ninja go
-on from what they have. A step counts as done with a digest of its command and environment; where that has changed, it
-and all later ones run again. Used by source_build.py; tests run tiny steps.
-"""
-
-import hashlib
-import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from uneven.files import read_json, write_atomically
-from uneven.install.ending import sigterm_raises
+from uneven.errors import MachineError, Terminated
 
-_VOLATILE = ("MAX_JOBS",)  # how fast, not what: another value does not make a finished step wrong
-_TELL_EVERY = 30.0  # seconds between two lines about a step that runs
-_LAST_LINES = 12
-
-
-class StepError(RuntimeError):
-    """A step failed; the message names it, its log and its last lines."""
-
-    exit_code = 1
+INDEX = "https://download.pytorch.org/whl/"  # PyTorch's own indexes of wheels, one for each tag
+_LAST_LINES = 12  # of a failed command, in the error
+_END_S = 10.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command; `environment` is added to the caller's, and `path` are folders before those of its PATH."""
+    """One command, which may be repeated after an interruption; `path` are folders before those of PATH."""
 
-    name: str
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     path: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        kept = {key: value for key, value in sorted(self.environment.items()) if key not in _VOLATILE}
-        text = json.dumps([self.command, kept, self.path])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def line(self) -> str:
@@ -55,99 +38,110 @@ class Step:
         return " ".join([*path, *variables, shlex.join(self.command)])
 
 
-def done_steps(steps: Sequence[Step], state: Path) -> int:
-    """How many of the first steps are done, as they are now."""
-    found = read_json(state)
-    digests = found.get("done", []) if isinstance(found, dict) else []
-    for number, (step, digest) in enumerate(zip(steps, digests, strict=False)):
-        if step.digest != digest:
-            return number
-    return min(len(steps), len(digests))
+def python_of(folder: Path) -> Path:
+    """The Python of an environment; not resolved, since the link itself is what makes it that environment's."""
+    return folder / "bin" / "python"
 
 
-def run_steps(steps: Sequence[Step], state: Path, log: Path, say: Callable[[str], None]) -> None:
-    """Run what is not done yet, in order; StepError where one fails. State and log are in folders that exist."""
-    done = done_steps(steps, state)
-    if done:
-        say(f"goes on after {done} of {len(steps)} steps")
-    with log.open("ab") as output, sigterm_raises():
-        for number, step in enumerate(steps[done:], start=done + 1):
-            say(f"step {number} of {len(steps)}: {step.name}")
-            output.write(f"\n$ {step.line}\n".encode())
-            output.flush()
-            start = time.monotonic()
-            code = _run_step(step, output, log, say)
-            if code != 0:
-                raise StepError(_failure(step, code, log))
-            _write_state(state, [one.digest for one in steps[:number]])
-            say(f"step {number} of {len(steps)}: {step.name} done ({_duration(time.monotonic() - start)})")
+def environment_step(folder: Path) -> Step:
+    """Makes a virtual environment of this Python, by uv where it is there; one that is there is kept."""
+    uv = shutil.which("uv")
+    if uv is not None:
+        return Step((uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(folder)))
+    return Step((sys.executable, "-m", "venv", str(folder)))
 
 
-def _run_step(step: Step, output: IO[bytes], log: Path, say: Callable[[str], None]) -> int:
+def install_step(
+    python: Path,
+    packages: Sequence[str],
+    tag: str | None = None,
+    index_url: str | None = None,
+    reinstall: bool = False,
+) -> Step:
+    """Installs into the environment of `python`: by uv where it is there, else by pip. `tag` is a build of torch.
+
+    `reinstall` replaces a torch that satisfies the version but is another build: 2.13.0+cpu satisfies torch>=2.9.
+    Both refuse a Python that the operating system manages (PEP 668).
+    """
+    uv = shutil.which("uv")
+    index = ["--index-url", index_url] if index_url else []
+    if uv is not None:
+        backend = ["--torch-backend", tag] if tag and not index else []
+        again = ["--reinstall-package", "torch"] if reinstall else []
+        return Step((uv, "pip", "install", "--python", str(python), *again, *backend, *packages, *index))
+    index = index or (["--index-url", INDEX + tag] if tag else [])
+    again = ["--force-reinstall"] if reinstall else []
+    quiet = ["--disable-pip-version-check", "--no-input"]
+    return Step((str(python), "-m", "pip", "install", *quiet, *again, *packages, *index))
+
+
+def run_step(step: Step, say: Callable[[str], None], log: Path | None = None, every_s: float = 0.0) -> None:
+    """Run a command; MachineError with its last lines where it fails.
+
+    Its output goes to `log` and, at most once in `every_s` seconds, to `say`: a torch with CUDA is gigabytes, and
+    minutes of silence look like a hang. However this ends, also by Ctrl-C or SIGTERM, the command and its children have
+    ended with it: a pip that went on alone would change an environment that nobody watches any more.
+    """
+    last: deque[str] = deque(maxlen=_LAST_LINES)
     path = os.pathsep.join([*step.path, os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, **step.environment, "PATH": path}
-    try:
-        # A session of its own: Ctrl-C reaches us alone, and we end compilers and their children together.
-        child = subprocess.Popen(
-            step.command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        output.write(f"{step.command[0]}: {error.strerror}\n".encode())
-        return 127
-    start = time.monotonic()
-    try:
-        while (code := _wait(child, _TELL_EVERY)) is None:
-            last = (_last_lines(log, 1) or [""])[-1][:100]
-            say(f"  {step.name}, {_duration(time.monotonic() - start)}: {last}")
-        return code
-    finally:
-        _end_group(child)
+    with _sigterm_raises(), log.open("a") if log is not None else nullcontext() as output:
+        said_s = time.monotonic()
+        try:
+            child = subprocess.Popen(
+                step.command,
+                env={**os.environ, **step.environment, "PATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches us alone, and we end compilers and their children together
+            )
+        except OSError as error:
+            raise MachineError(f"cannot start {step.command[0]}: {error}") from error
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                last.append(line.rstrip())
+                if output is not None:
+                    output.write(line)
+                if time.monotonic() - said_s >= every_s:
+                    said_s = time.monotonic()
+                    say(line.rstrip())
+            code = child.wait()
+        finally:
+            _end_group(child)
+            child.stdout.close()
+    if code != 0:
+        tail = "\n".join(f"  {line}" for line in last if line)
+        why = " (out of memory? fewer --jobs)" if code == -signal.SIGKILL else ""
+        where = f"; all output is in {log}" if log is not None else ""
+        raise MachineError(f"this failed with exit code {code}{why}{where}: {step.line}\n{tail}")
 
 
-def _wait(child: "subprocess.Popen[bytes]", seconds: float) -> int | None:
-    """The exit code, or None if it still runs after these seconds."""
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _end_group(child: "subprocess.Popen[bytes]") -> None:
-    """End all processes of a step that was interrupted; nothing where it has ended by itself."""
+def _end_group(child: "subprocess.Popen[str]") -> None:
+    """End all processes of a command that was interrupted; nothing where it has ended by itself."""
     if child.poll() is not None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):  # the second for what did not end with the first process
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, number)
-        _wait(child, 10.0)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_END_S)
 
 
-def _write_state(state: Path, digests: list[str]) -> None:
-    write_atomically(state, json.dumps({"done": digests}).encode())
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds by Terminated; only the main thread may set handlers of signals, so in others nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
+    def end(*_: Any) -> None:
+        raise Terminated
 
-def _failure(step: Step, code: int, log: Path) -> str:
-    tail = "\n".join(f"  {line}" for line in _last_lines(log, _LAST_LINES))
-    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    why = " (out of memory? fewer --jobs)" if code == -signal.SIGKILL else ""
-    return f"step {step.name!r} {how}{why}; all output is in {log}\n{tail}"
-
-
-def _last_lines(log: Path, count: int) -> list[str]:
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
-
-
-def _duration(seconds: float) -> str:
-    minutes = int(seconds / 60)
-    return f"{seconds:.0f} s" if minutes < 1 else f"{minutes} min" if minutes < 60 else f"{minutes / 60:.1f} h"
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,7 +10,7 @@ from uneven.format import format_count
 from uneven.hardware.gpus import GpuReport, read_gpus
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import installed_version
-from uneven.hardware.wheels import choose, how_to_cover
+from uneven.install import advice
 from uneven.version import __version__
 
 
@@ -41,16 +41,15 @@ def describe_machine(system: System, report: GpuReport, torch: str | None) -> Ma
     gpus = tuple(f"{gpu.name}{_memory(gpu.memory_bytes)}" for gpu in report.gpus)
     cores = len(system.available_cores)
     cpu = f"CPU with {format_count(cores, 'core')}{_memory(system.memory_bytes)}"
-    archs = [gpu.sm for gpu in report.gpus if gpu.sm]
-    wheel = choose(archs, report.driver_cuda, system.cpu.architecture).wheel if archs else None
+    advised = advice.advise(advice.Machine(system, report)) if gpus else None
     return Machine(
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         executable=sys.executable,
         torch=torch,
         devices=(*gpus, cpu),
         has_gpu=bool(gpus),
-        build=None if wheel is None else wheel.tag,
-        advice=how_to_cover(archs, report.driver_cuda, system.cpu.architecture) if archs else "",
+        build=None if advised is None else advised.build,
+        advice="" if advised is None else f"{advised.why}: {advised.action}",
     )
 
 

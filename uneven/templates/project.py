@@ -160,7 +160,7 @@ def _values(name: str, template: str, machine: Machine) -> dict[str, str]:
 
 def _docker_install(machine: Machine) -> str:
     """No GPU is visible while an image is built, so `uneven setup` is told which torch build to take."""
-    install = "RUN pip install --no-cache-dir uneven && uneven setup -y --system"
+    install = "RUN pip install --no-cache-dir uneven && uneven setup -y"
     if not machine.has_gpu:
         return install
     found = f"# For {', '.join(machine.devices[:-1])}; while an image is built, no GPU can be looked at.\n"

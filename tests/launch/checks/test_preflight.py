@@ -9,10 +9,10 @@ import torch
 from tests.hardware.fakes import GTX_1060, RTX_5060_TI, make_system
 from uneven import InputError
 from uneven.config import RunConfig, Task
-from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import VisibleGpus
 from uneven.hardware.roster import Roster
+from uneven.hardware.system import Cpu
 from uneven.launch.checks import parity, preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -77,7 +77,7 @@ def test_auto_precision_is_one_that_all_devices_would_choose(
     monkeypatch: pytest.MonkeyPatch, devices: str, flags: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr(preflight, "read_visible", lambda *_: VisibleGpus((RTX_5060_TI,)))
-    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
+    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", flags)))
     assert prepared(devices=devices, precision="auto").config.precision == expected
 
 
@@ -110,7 +110,7 @@ def test_the_reason_for_the_precision_is_printed_where_there_is_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(preflight, "read_visible", lambda *_: VisibleGpus((RTX_5060_TI,)))
-    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
+    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", flags)))
     prepared(**settings, progress="lines")
     printed = [text for text in capsys.readouterr().err.splitlines() if text.startswith("  precision ")]
     assert printed == ([] if line is None else [line])

@@ -4,31 +4,32 @@ from typing import Any
 
 import pytest
 
-from uneven.hardware.diagnosis import Advised, Diagnosis, Problem, diagnose
+from tests.hardware.fakes import CPU_BUILD, CU128_BUILD, GTX_1060, NO_GPUS, RTX_5060_TI, TWO_GPUS, make_system
 from uneven.hardware.gpus import GpuReport
 from uneven.hardware.inventory import VisibleGpus
 from uneven.hardware.torchbuild import Support, TorchBuild
+from uneven.install.advice import Machine
+from uneven.install.diagnosis import Diagnosis, diagnose
 
-from .fakes import CPU_BUILD, CU128_BUILD, GTX_1060, NO_GPUS, RTX_5060_TI, TWO_GPUS, make_system
-
-ALL_SEEN = VisibleGpus(TWO_GPUS.gpus)
+ALL_SEEN, NONE_SEEN = VisibleGpus(TWO_GPUS.gpus), VisibleGpus()
 
 
-def diagnose_fakes(**parts: Any) -> Diagnosis:
-    defaults = {
-        "system": make_system(),
-        "gpus": NO_GPUS,
-        "torch": CPU_BUILD,
-        "visible": VisibleGpus(),
-        "interfaces": [],
-    }
-    return diagnose(**(defaults | parts))
+def diagnose_fakes(visible: VisibleGpus = NONE_SEEN, **parts: Any) -> Diagnosis:
+    machine = Machine(**{"system": make_system(), "gpus": NO_GPUS, "torch": CPU_BUILD, **parts})
+    return diagnose(machine, visible, ())
 
 
 def test_a_machine_without_gpus_is_fine() -> None:
     diagnosis = diagnose_fakes()
     assert diagnosis.is_fine
     assert any("no NVIDIA GPU: no NVIDIA driver" in note for note in diagnosis.notes)
+
+
+@pytest.mark.parametrize("gpus", [TWO_GPUS, GpuReport((RTX_5060_TI,), "580.82.07", "13.0"), NO_GPUS])
+@pytest.mark.parametrize("torch", [CPU_BUILD, CU128_BUILD])
+def test_it_finds_a_problem_where_setup_has_something_to_do(gpus: GpuReport, torch: TorchBuild) -> None:
+    diagnosis = diagnose_fakes(gpus=gpus, torch=torch, visible=VisibleGpus(gpus.gpus))
+    assert diagnosis.is_fine == diagnosis.advice.is_installed
 
 
 def test_a_gpu_that_torch_was_not_built_for() -> None:
@@ -61,17 +62,18 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
         ({"torch": replace(CPU_BUILD, gloo=False)}, "no Gloo", "uneven setup --force"),
         (
             {"system": make_system(platform="Darwin")},
-            "this is Darwin 1; tested: Linux",
+            "this is Darwin, but only Linux",
             "UNEVEN_UNTESTED=1",
         ),
+        ({"torch": replace(CPU_BUILD, hip="6.4")}, "a build for ROCm", "UNEVEN_UNTESTED=1"),
         (
-            {"gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0", "NVML")},
+            {"gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0")},
             "RTX 5060 Ti, but torch 2.13.0+cpu is a CPU build",
-            "--index-url https://download.pytorch.org/whl/cu130",
+            "uneven setup",
         ),
         (
             {
-                "gpus": GpuReport((GTX_1060,), "550.54", "12.4", "NVML"),
+                "gpus": GpuReport((GTX_1060,), "550.54", "12.4"),
                 "torch": replace(CU128_BUILD, cuda="13.0", archs=("sm_60",)),
                 "visible": VisibleGpus(error="CUDA does not start: too old"),
             },
@@ -80,7 +82,7 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
         ),
         (
             {
-                "gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0", "NVML"),
+                "gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0"),
                 "torch": CU128_BUILD,
                 "visible": VisibleGpus(error="CUDA shows no device"),
             },
@@ -99,7 +101,7 @@ def test_each_problem_names_its_fix(parts: dict[str, Any], what: str, fix: str) 
 
 def test_an_old_driver_that_works_is_no_problem() -> None:
     # Data-centre GPUs with CUDA's forward compatibility package: the driver's own number is lower.
-    gpus = GpuReport((RTX_5060_TI,), "550.54", "12.4", "NVML")
+    gpus = GpuReport((RTX_5060_TI,), "550.54", "12.4")
     build = replace(CU128_BUILD, cuda="13.0")
     assert diagnose_fakes(gpus=gpus, torch=build, visible=VisibleGpus(gpus.gpus)).is_fine
 
@@ -107,24 +109,18 @@ def test_an_old_driver_that_works_is_no_problem() -> None:
 def test_a_gpu_too_old_for_every_torch_is_a_note() -> None:
     old = replace(GTX_1060, name="Tesla K40c", sm="sm_35")
     for gpus, torch in (((old,), CPU_BUILD), ((RTX_5060_TI, old), CU128_BUILD)):
-        report = GpuReport(gpus, "580.82.07", "13.0", "NVML")
+        report = GpuReport(gpus, "580.82.07", "13.0")
         diagnosis = diagnose_fakes(gpus=report, torch=torch, visible=VisibleGpus(gpus))
         assert diagnosis.is_fine
         assert "no torch of today runs on Tesla K40c (sm_35): it stays unused" in diagnosis.notes
 
 
-def test_a_gpu_that_the_driver_does_not_list_is_a_problem_by_the_advice() -> None:
-    advised = Advised("driver", "there is a card", "install the driver")
+@pytest.mark.parametrize(("is_container", "fix"), [(False, "install the NVIDIA driver"), (True, "--gpus all")])
+def test_a_gpu_that_the_driver_does_not_list_is_a_problem_by_the_advice(is_container: bool, fix: str) -> None:
+    system = make_system(is_container=is_container)
     for torch in (CPU_BUILD, TorchBuild(installed=False)):
-        assert Problem("there is a card", "install the driver") in diagnose_fakes(torch=torch, advised=advised).problems
-    assert diagnose_fakes(advised=replace(advised, is_done=True)).is_fine
-
-
-def test_a_driver_of_the_same_major_is_a_note() -> None:
-    gpus = GpuReport((RTX_5060_TI,), "560.28", "12.6", "NVML")
-    diagnosis = diagnose_fakes(gpus=gpus, torch=CU128_BUILD, visible=VisibleGpus(gpus.gpus))
-    assert diagnosis.is_fine
-    assert any("driver's CUDA 12.6 is older than torch's 12.8" in note for note in diagnosis.notes)
+        found = diagnose_fakes(system=system, torch=torch, has_nvidia_card=True)
+        assert fix in found.problems[-1].fix
 
 
 def test_json_has_the_documented_keys_and_plain_values() -> None:
@@ -141,7 +137,7 @@ def test_json_has_the_documented_keys_and_plain_values() -> None:
         "network",
         "problems",
         "notes",
-        "docker",
+        "advice",
     ]
     assert again["compatibility"][1]["support"] == "MISSING"
     assert again["backends"] == {"gloo": True, "nccl": True, "nccl_version": "2.27.5"}

@@ -4,6 +4,7 @@ diagnose() reads all parts (tests pass them in) and judges them; it never raises
 names a command that fixes it; a note is information only.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,21 +13,19 @@ import uneven
 from uneven.config import Precision
 from uneven.hardware import preflight
 from uneven.hardware.choices import choose_precision
-from uneven.hardware.container import read_docker_version
 from uneven.hardware.device import Device
-from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
+from uneven.hardware.gpus import Gpu, GpuReport
 from uneven.hardware.inventory import VisibleGpus, read_visible
 from uneven.hardware.network import (
     Interface,
     default_route,
-    describe_variables,
     describe_vpns,
     likely_interface,
     read_interfaces,
 )
-from uneven.hardware.system import System, read_system
-from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
-from uneven.hardware.wheels import choose, how_to_cover, oldest_driver
+from uneven.hardware.system import System
+from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, release
+from uneven.install.advice import Advice, Machine, advise, name_of, oldest_driver, too_old
 
 _REINSTALL = "uneven setup --force"
 
@@ -37,19 +36,6 @@ class Problem:
 
     what: str
     fix: str
-
-
-@dataclass(frozen=True)
-class Advised:
-    """What `uneven setup` advises here, so that both say the same; `kind` is that of install/advice.py.
-
-    Passed in by whoever has it, because install/ stands above this room. `is_done`: the torch that is here is right.
-    """
-
-    kind: str
-    why: str
-    fix: str
-    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,7 @@ class Diagnosis:
     likely_why: str
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
-    docker_version: str | None = None
+    advice: Advice
 
     @property
     def is_fine(self) -> bool:
@@ -115,11 +101,7 @@ class Diagnosis:
             },
             "problems": [asdict(problem) for problem in self.problems],
             "notes": list(self.notes),
-            "docker": {
-                "client": self.system.surroundings.docker_client,
-                "engine": self.system.surroundings.docker_engine,
-                "version": self.docker_version,
-            },
+            "advice": asdict(self.advice),
         }
 
 
@@ -139,11 +121,9 @@ def _compatibility(gpu: Gpu, build: TorchBuild) -> Compatibility:
     return Compatibility(gpu, support, details[support])
 
 
-def _system_problems(system: System) -> list[Problem]:
-    if system.is_linux:
-        return []
-    fix = "use Linux or WSL 2, or set UNEVEN_UNTESTED=1 to try anyway"
-    return [Problem(f"this is {system.os_name or system.platform}; tested: {preflight.TESTED}", fix)]
+def _system_problems(system: System, build: TorchBuild) -> list[Problem]:
+    why = preflight.why_untested(system.platform, build.hip is not None)
+    return [] if why is None else [Problem(why, "set UNEVEN_UNTESTED=1 to try anyway")]
 
 
 def _torch_problems(build: TorchBuild) -> list[Problem]:
@@ -161,34 +141,11 @@ def _torch_problems(build: TorchBuild) -> list[Problem]:
     return problems
 
 
-def _hidden_problems(report: GpuReport, build: TorchBuild, advised: Advised | None) -> list[Problem]:
-    """GPUs that NVIDIA's driver does not list: a card without driver, one outside the container, AMD's, a Jetson's."""
-    if report.gpus or advised is None or advised.is_done:
-        return []
-    # Without a torch, or with a broken one, setup has to run anyway, and _torch_problems says so.
-    if advised.kind in ("driver", "container") or not _torch_problems(build):
-        return [Problem(advised.why, advised.fix)]
-    return []
-
-
-def _too_old(report: GpuReport) -> list[Gpu]:
-    """The GPUs that no torch of today runs on: nothing can be done about them, so they are no problem."""
-    return [gpu for gpu in report.gpus if gpu.sm is not None and choose([gpu.sm]).kind == "nothing"]
-
-
-def _fix(report: GpuReport, architecture: str, advised: Advised | None) -> str:
-    """How torch gets code for the GPUs here: what setup advises, or else the same choice from the wheels."""
-    if advised is not None and not advised.is_done:
-        return advised.fix if advised.kind == "install" else f"{advised.why}; {advised.fix}"
-    sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
-    return how_to_cover(sms, report.driver_cuda, architecture) if sms else preflight.INSTALL
-
-
 def _gpu_problems(
     report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus, cover: str
 ) -> list[Problem]:
     """What keeps torch from the GPUs that the driver lists; `cover` is what gives torch code for them."""
-    old = _too_old(report)
+    old = too_old(report)
     usable = [gpu for gpu in report.gpus if gpu not in old]
     if not usable or not build.installed or build.error is not None:
         return []
@@ -210,54 +167,41 @@ def _gpu_problems(
     return problems
 
 
-def _notes(system: System, report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility]) -> list[str]:
+def _notes(system: System, report: GpuReport) -> list[str]:
     notes = []
     if not report.gpus:
         notes.append(f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)")
-    notes += [f"no torch of today runs on {gpu.name} ({gpu.sm}): it stays unused" for gpu in _too_old(report)]
-    required, offered = release(build.cuda), release(report.driver_cuda)
-    if required and offered and offered[0] == required[0] and offered < required:
-        tail = ", and PTX cannot be compiled" if any(fit.support is Support.JIT for fit in fits) else ""
-        notes.append(f"the driver's CUDA {report.driver_cuda} is older than torch's {build.cuda}: it works{tail}")
+    notes += [f"no torch of today runs on {name_of(gpu)}: it stays unused" for gpu in too_old(report)]
     if any(gpu.mig for gpu in report.gpus):
         notes.append("MIG is on: CUDA shows one MIG slice per process, so name it in CUDA_VISIBLE_DEVICES")
-    if build.hip is not None:
-        notes.append(f"torch is a ROCm build ({build.hip}): untested")
-    if system.surroundings.wsl == 1:
-        notes.append("WSL 1 has no GPU access: run 'wsl --set-version DISTRO 2' in Windows")
-    if system.cpu_quota is not None and system.cpu.threads is not None and system.cpu_quota < system.cpu.threads:
-        notes.append(f"a cgroup quota allows {system.cpu_quota:g} of {system.cpu.threads} cores")
+    if system.cpu_quota is not None and system.cpu_quota < (os.cpu_count() or 1):
+        notes.append(f"a cgroup quota allows {system.cpu_quota:g} of {os.cpu_count()} cores")
     return notes
 
 
 def diagnose(
-    system: System | None = None,
-    gpus: GpuReport | None = None,
-    torch: TorchBuild | None = None,
+    machine: Machine,
     visible: VisibleGpus | None = None,
     interfaces: Sequence[Interface] | None = None,
     route: str | None = None,
-    advised: Advised | None = None,
 ) -> Diagnosis:
-    """Report on this machine; parts that are passed in are not read from it, and `advised` is only ever passed in."""
-    system = system or read_system()
-    report = gpus or read_gpus()
-    build = torch or read_torch()
+    """Report on a machine; of its own, `visible` GPUs and the network are read where they are not passed in."""
+    system, report, build = machine.system, machine.gpus, machine.torch
     visible = visible if visible is not None else read_visible(build, report)
     found_interfaces = tuple(interfaces) if interfaces is not None else read_interfaces()
     likely, why = likely_interface(found_interfaces, route or default_route())
     fits = tuple(_compatibility(gpu, build) for gpu in report.gpus)
+    advice = advise(machine)
 
     precision = [DevicePrecision("cpu", system.cpu.model or "cpu", *choose_precision(Device("cpu"), system, None))]
     for gpu in visible.gpus or report.gpus:
         device = Device("cuda", gpu.index)
         precision.append(DevicePrecision(str(device), gpu.name, *choose_precision(device, system, gpu)))
-    problems = [
-        *_system_problems(system),
-        *_torch_problems(build),
-        *_hidden_problems(report, build, advised),
-        *_gpu_problems(report, build, fits, visible, _fix(report, system.cpu.architecture, advised)),
-    ]
+    problems = _system_problems(system, build) + _torch_problems(build)
+    if not report.gpus and advice.kind in ("driver", "container"):  # a GPU that the driver does not list
+        problems.append(Problem(advice.why, advice.fix))
+    cover = advice.fix if advice.kind == "install" else f"{advice.why}: {advice.fix}"
+    problems += _gpu_problems(report, build, fits, visible, cover)
     return Diagnosis(
         system=system,
         gpus=report,
@@ -268,6 +212,6 @@ def diagnose(
         likely=likely,
         likely_why=why,
         problems=tuple(problems),
-        notes=(*_notes(system, report, build, fits), *describe_vpns(found_interfaces), *describe_variables()),
-        docker_version=read_docker_version(system.surroundings),
+        notes=(*_notes(system, report), *describe_vpns(found_interfaces)),
+        advice=advice,
     )
