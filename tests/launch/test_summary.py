@@ -14,6 +14,7 @@ from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.clock import ClockReading, Machine
 from uneven.timeline.record import Event
+from uneven.timeline.timeline import LOST, Ended
 
 IDLE = Counters(
     time_s=0.0,
@@ -81,6 +82,19 @@ def test_a_generation_of_ranks_is_no_resumed_run() -> None:
     lost = replace(state, segments=[*state.segments, generation])
     calm = Interference.between(IDLE, CALM)
     assert summary_lines(lost, state.timeline, calm)[0] == summary_lines(state, state.timeline, calm)[0]
+
+
+def test_a_rank_that_is_gone_has_its_line_and_counts_in_the_speed() -> None:
+    state = trained()
+    assert state.timeline is not None
+    (lane,), (account,) = state.timeline.lanes, state.timeline.accounts
+    gone = replace(lane, rank=1, device="cpu@0.4", samples=32, ended=Ended(LOST, "rank 1 was killed"))
+    timeline = replace(state.timeline, lanes=[lane, gone], accounts=[account, replace(account, rank=1)])
+    both = replace(state, samples=64, timeline=timeline)
+    first, own, other, *_ = summary_lines(both, timeline, Interference.between(IDLE, CALM))
+    assert f"({64 / timeline.training_s:,.0f} samples/s)" in first
+    assert own.startswith("  cpu: 50 % of the samples; ")
+    assert other.startswith(f"  cpu@0.4 (lost after {gone.end_ns / 1e9:.1f} s): 50 % of the samples; ")
 
 
 def test_a_stopped_run_that_cannot_write_below_runs_is_saved_in_the_temporary_folder(

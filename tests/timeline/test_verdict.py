@@ -1,13 +1,16 @@
 """The verdict: its parts add up to what the devices own, its sentence says so, and odd runs have one, too."""
 
+import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.timeline.synthetic import MS, history, lanes_of, make_run
+from uneven.hardware.interference import Interference
 from uneven.timeline.record import STATES, Account, Event
-from uneven.timeline.timeline import Timeline
+from uneven.timeline.timeline import LOST, Ended, RunFacts, Timeline
 from uneven.timeline.verdict import ABSENT, ESTIMATED, MEASURED, UNKNOWN, Verdict, lost_by_state, run_verdict, verdict
 from uneven.timeline.verdict_bar import verdict_html
 
@@ -68,6 +71,68 @@ def test_a_run_s_own_timeline_explains_all_of_its_loss() -> None:
     assert {loss.name: loss.samples_per_s for loss in found.losses} == pytest.approx({"wait": 120.0, "data": 30.0})
     assert found.ddp is not None
     assert found.ddp.samples_per_s == 100.0
+
+
+def with_lost_lane(**changes: Any) -> Timeline:
+    """A rank that trains to the end, and one that is lost in the middle, with 50 samples that count and 10 more."""
+    states = lanes_of([("compute", 3000 * MS)], [("compute", 1000 * MS), ("wait", 200 * MS)])
+    first, gone = states.lanes
+    ended = Ended(LOST, "rank 1 (cpu@1) was ended by SIGKILL: 1 rank goes on")
+    lanes = [replace(first, samples=300), replace(gone, samples=50, redone=10, ended=ended)]
+    return replace(states, lanes=lanes, **changes)
+
+
+def test_a_run_that_lost_a_device_was_no_run_of_one_device() -> None:
+    """It said "with one device there is nobody to wait for", and counted the samples of one over the time of both."""
+    run = with_lost_lane()
+    found = run_verdict(run)
+    assert found.gave is not None
+    assert found.owned is not None
+    assert found.gave.samples_per_s == run.samples_per_s == 350 / 3.0
+    assert found.owned.samples_per_s == pytest.approx(100 + 60), "with what was trained again: it computed that, too"
+    assert found.ddp is not None
+    assert found.ddp.samples_per_s == pytest.approx(120)
+    assert "one device" not in found.sentence
+    assert found.notes == ("cpu@1 was lost after 1.2 s (rank 1 (cpu@1) was ended by SIGKILL: 1 rank goes on).",)
+    lost = {loss.name: loss.samples_per_s for loss in found.losses}
+    assert set(lost) == {"wait", ABSENT, "other"}
+    assert sum_of_parts(found) == pytest.approx(found.owned.samples_per_s)
+
+
+def test_a_disturbed_run_says_so_in_its_data_and_beside_its_verdict() -> None:
+    measured = Interference(10.0, 2, 0.3, 0.6, None, None, None, None, is_throttled=False)
+    run = with_lost_lane(run=RunFacts(interference=measured))
+    again = Timeline.from_json(json.loads(json.dumps(run.to_json())))
+    assert again == replace(run, machines=())
+    assert run.to_json()["run"]["disturbed"] is True
+    assert run_verdict(again).notes[-1].startswith("Disturbed: the hypervisor took 30% of the CPU time. Do not")
+    assert "Do not compare" in verdict_html(run_verdict(again))
+    calm = replace(measured, stolen_share=0.0)
+    assert len(run_verdict(with_lost_lane(run=RunFacts(interference=calm))).notes) == 1
+    assert with_lost_lane().to_json()["run"]["disturbed"] is None
+
+
+def test_a_resumed_run_is_judged_by_what_it_trained_since_then() -> None:
+    """Its speed was that of all samples over the time since the resume."""
+    run = with_lost_lane(run=RunFacts(resumed_at=1200, samples_before=20_000))
+    found = run_verdict(run, (), [{"epoch": 1, "samples": 10_000}, {"epoch": 2, "samples": 20_350}])
+    assert found.gave is not None
+    assert found.gave.samples_per_s == 350 / 3.0
+    assert found.sentence.startswith("Since it was resumed after step 1,200, this run gave 117 of the 160 samples/s")
+    told = run.to_json()["run"]
+    assert (told["resumed_at"], told["samples_before"], told["samples"]) == (1200, 20_000, 350)
+
+
+def test_the_time_of_a_run_whose_ranks_changed_is_that_in_which_any_trained() -> None:
+    """The first rank is lost after 2 s, another joins after 1 s and trains for 4."""
+    states = lanes_of([("compute", 2000 * MS)], [("setup", 1000 * MS), ("compute", 4000 * MS)])
+    assert states.training_s == 4.0
+    first, other = states.lanes
+    lost = replace(first, samples=20, ended=Ended(LOST, "it died"))
+    run = replace(states, lanes=[replace(other, samples=40), lost], accounts=states.accounts[::-1])
+    assert run.training_s == 5.0
+    assert run.samples_per_s == 12.0
+    assert replace(run, lanes=[other, lost]).samples_per_s is None, "of one lane it is not known"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])

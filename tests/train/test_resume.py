@@ -26,6 +26,7 @@ from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
+from uneven.timeline.timeline import RunFacts
 from uneven.train.callbacks import Callback, CallbackInfo
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
@@ -111,6 +112,17 @@ def metrics(state: TrainedState) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if name not in times} for entry in state.history]
 
 
+def assert_counts_from(slot: int, again: TrainedState, whole: TrainedState) -> None:
+    """The timeline of a resumed run has the samples of this part alone: its speed is theirs over its own time."""
+    assert whole.timeline is not None
+    assert again.timeline is not None
+    assert whole.timeline.run == RunFacts()
+    facts, trained = again.timeline.run, again.timeline.trained
+    assert (facts.resumed_at, trained) == (slot, whole.samples - facts.samples_before)
+    assert trained == again.samples_since_start
+    assert again.timeline.samples_per_s == (trained / again.timeline.training_s if trained else 0.0)
+
+
 SAME = {
     "sync": {**EXACT, "policy": "sync"},
     "balanced": {**EXACT, "shares": (5, 2)},
@@ -128,6 +140,7 @@ def test_the_same_devices_go_on_bit_by_bit(policy: str, optimizer: str, tmp_path
         )
         assert_same(again, whole)
         assert metrics(again) == metrics(whole)
+        assert_counts_from(slot, again, whole)
         assert (again.log, again.rounds) == (whole.log, whole.rounds)
         assert set(again.optimizer) == set(whole.optimizer)
         for name, value in whole.optimizer.items():

@@ -126,6 +126,16 @@ SCHEMAS: dict[str, Schema] = {
                 "samples": "whole|30000",
                 "rank_samples": ["whole|21400"],
                 "train_seconds": "number|14.2",
+                "samples_since_start": "whole|30000",
+                "samples_per_s": "number?|2112.0",
+                "disturbed": "bool?|false",
+                "took_part": [
+                    {
+                        "device": "text|cpu@0.4",
+                        "samples": "whole?|8600",
+                        "ended": "object?|",
+                    }
+                ],
                 "metrics": {"*": "number?|0.12"},
                 "out": "text?|runs/my-run",
             }

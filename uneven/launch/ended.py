@@ -25,6 +25,7 @@ from uneven.timeline.export import save_timeline
 from uneven.timeline.links import describe_links, machine_links
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
+from uneven.timeline.verdict import NO_COMPARISON
 
 
 def save_results(
@@ -39,22 +40,24 @@ def save_results(
 ) -> TrainedState:
     """Print the summary and write `out`, on the first rank."""
     assert state.timeline is not None, "a finished rank has a timeline"
+    timeline = replace(state.timeline, run=replace(state.timeline.run, interference=interference))
+    state = replace(state, timeline=timeline)
     reporter.close()
-    reporter.say(summary_lines(state, state.timeline, interference))
+    reporter.say(summary_lines(state, timeline, interference))
     if is_lead:
-        tell_result(state, state.timeline)
+        tell_result(state, timeline)
     if config.out is None or not is_lead:
-        reporter.say(record_outcome(plan, state, state.timeline, None))
+        reporter.say(record_outcome(plan, state, timeline, None))
         return state
     try:
-        _write(state, state.timeline, config.out, plan, reporter)
+        _write(state, timeline, config.out, plan, reporter)
     except MachineError as error:
         # A full disk at the end: hours of training are in memory alone.
         last = "" if state.checkpoint is None else f", and {state.checkpoint} is the last checkpoint"
         unwritten = MachineError(f"{error}; `state` of this error holds what was trained{last}")
         unwritten.state = state
         raise unwritten from error
-    reporter.say(leave_page(state, state.timeline, config, config.out) if has_page else [])
+    reporter.say(leave_page(state, timeline, config, config.out) if has_page else [])
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 
@@ -95,7 +98,7 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
     stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
     done = "trained" if state.finished else f"{stopped}: trained"
     samples = state.samples_since_start
-    speed = samples / training_s if training_s else 0.0
+    speed = timeline.samples_per_s or 0.0
     resumed = f", {samples:,} of them since it was resumed," if samples < state.samples else ""
     lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]
     if state.dropped:
@@ -106,14 +109,15 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         user_s = account.seconds["user"]
         outside_s = account.wall_s - account.training_s - user_s
         own_code = f", your own code {user_s:.1f} s" if user_s >= 0.05 else ""
-        own = state.rank_samples[lane.rank]
-        share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
+        own = f"{100 * (lane.samples or 0) / max(1, samples):.0f} % of the samples; "
+        share = own if len(timeline.lanes) > 1 else ""
+        gone = "" if lane.ended is None else f" ({lane.ended.how} after {lane.end_ns / 1e9:.1f} s)"
         outside = f"not counted: setup, compile, evaluation {outside_s:.1f} s{own_code}"
-        lines.append(f"  {timeline.name(lane)}: {share}{spent}; {outside}")
+        lines.append(f"  {timeline.name(lane)}{gone}: {share}{spent}; {outside}")
     lines += describe_cold_starts(cold_starts(timeline)) + describe_links(machine_links(timeline))
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if interference.is_disturbed:
-        lines.append(f"  {interference.describe()} Do not compare this speed with another.")
+        lines.append(f"  {interference.describe()} {NO_COMPARISON}")
     elif alone and speed:
         lines.append(
             f"  efficiency ~{speed / sum(alone):.2f} (of the sum of the devices alone), ~{speed / max(alone):.2f} "

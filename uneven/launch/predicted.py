@@ -30,14 +30,14 @@ def take_handed() -> Mapping[str, Any] | None:
 def achieved(plan: Mapping[str, Any], state: TrainedState, timeline: Timeline) -> dict[str, Any] | None:
     """What the run reached since its last start, beside what was predicted; None where it trained nothing."""
     predicted = plan["predicted"]
-    seconds, samples = timeline.training_s, state.samples_since_start
-    if samples <= 0 or seconds <= 0.0:
+    seconds, samples, speed = timeline.training_s, state.samples_since_start, timeline.samples_per_s
+    if not speed:
         return None
     per_epoch = seconds * predicted["samples_per_epoch"] / samples
     return {
         "seconds_per_epoch": per_epoch,
-        "samples_per_s": samples / seconds,
-        "efficiency": samples / seconds / predicted["sum_of_speeds"],
+        "samples_per_s": speed,
+        "efficiency": speed / predicted["sum_of_speeds"],
         "epochs": samples / predicted["samples_per_epoch"],
         "error": predicted["seconds_per_epoch"] / per_epoch - 1.0,
     }

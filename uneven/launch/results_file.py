@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from uneven.config import results_of
@@ -15,7 +16,7 @@ from uneven.launch.cleanup import make_private_folder, remove
 
 if TYPE_CHECKING:
     from uneven.results.state import TrainedState
-    from uneven.timeline.timeline import Timeline
+    from uneven.timeline.timeline import Lane, Timeline
 
 VARIABLE = "UNEVEN_RESULTS_FILE"
 
@@ -36,11 +37,21 @@ def tell_result(state: "TrainedState", timeline: "Timeline | None") -> None:
         "samples": state.samples,
         "rank_samples": state.rank_samples,
         "train_seconds": round(seconds, 3),
+        "samples_since_start": state.samples_since_start,
+        "samples_per_s": None if timeline is None else timeline.samples_per_s,
+        "disturbed": None if timeline is None else timeline.run.is_disturbed,
+        "took_part": [] if timeline is None else [_lane(timeline, lane) for lane in timeline.lanes],
         "metrics": {name: value for name, value in results_of(last).items() if isinstance(value, int | float)},
         "out": state.config.get("out"),
     }
     with suppress(OSError), open(path, "a") as file:  # the command has ended without waiting
         file.write(json.dumps(result) + "\n")
+
+
+def _lane(timeline: "Timeline", lane: "Lane") -> dict[str, Any]:
+    """A device that took part, also one that is gone: when and why."""
+    ended = None if lane.ended is None else {"s": round(lane.end_ns / 1e9, 3), **asdict(lane.ended)}
+    return {"device": timeline.name(lane), "samples": lane.samples, "ended": ended}
 
 
 @contextmanager

@@ -25,8 +25,8 @@ def leave_page(state: TrainedState, timeline: Timeline, config: RunConfig, out: 
     if find_spec("bokeh") is None:
         return [MISSING]
     try:
-        facts, title = _facts(state, timeline, config), f"Run {out.resolve().name}"
-        write_page(out / NAME, timeline, state.history, title, facts, state.lane_samples)
+        facts, title = facts_of(state, timeline, config), f"Run {out.resolve().name}"
+        write_page(out / NAME, timeline, state.history, title, facts)
     except (InputError, MachineError) as error:
         return [f"no {NAME}: {error}"]
     except Exception as error:  # drawing is no part of training: whatever it meets, the results are saved
@@ -34,13 +34,18 @@ def leave_page(state: TrainedState, timeline: Timeline, config: RunConfig, out: 
     return []
 
 
-def _facts(state: TrainedState, timeline: Timeline, config: RunConfig) -> dict[str, str]:
+def facts_of(state: TrainedState, timeline: Timeline, config: RunConfig) -> dict[str, str]:
+    """One per card: who took part, and what was trained in this part of the run."""
+    gone = {lane.rank: f" ({lane.ended.how})" for lane in timeline.lanes if lane.ended is not None}
+    before = timeline.run.samples_before
     facts = {
-        "devices": ", ".join(lane.device for lane in timeline.lanes),
+        "devices": ", ".join(lane.device + gone.get(lane.rank, "") for lane in timeline.lanes),
         "policy": config.policy if len(timeline.lanes) > 1 else "one device",
-        "samples": f"{state.samples:,}",
-        "training": f"{timeline.training_s:.1f} s",
+        "samples": f"{state.samples:,}" + (f", {state.samples - before:,} since it was resumed" if before else ""),
+        "training": f"{timeline.training_s:.1f} s" + (" since then" if before else ""),
     }
+    if timeline.run.is_disturbed:
+        facts["speed"] = "disturbed by other programs"
     if not timeline.is_one_machine:
         facts["machines"] = ", ".join(machine.host for machine in timeline.machines)
     return facts

@@ -7,9 +7,11 @@ which was checked to have trained every sample exactly once. Only a rank process
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
@@ -21,6 +23,7 @@ from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
 from uneven.timeline.timeline import Timeline
+from uneven.train.elastic.lane_records import gone_lane, why_gone
 from uneven.train.rank_info import RankResult, Report
 from uneven.train.worker import Worker
 
@@ -69,6 +72,7 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
         "dropped": result.dropped,
         # Of ranks that earlier segments and generations of the run had; rank 0's count.
         "earlier_logs": [*result.run.earlier_logs, *result.run.lost_logs],
+        "gone": result.read_gone() if group.rank == 0 else [],
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
@@ -80,13 +84,35 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     dropped += [read_parts(earlier["dropped"]) for earlier in records[0]["earlier_logs"]]
     if any(rounds):
         rounds += [read_rounds(earlier.get("rounds", [])) for earlier in records[0]["earlier_logs"]]
+    known = [*(record.get("member") for record in records), *(one.get("member") for one in records[0]["earlier_logs"])]
+    timelines += _gone_lanes(records[0]["gone"], result.run.segments, known, logs, dropped, timelines)
     run, segments, members = result.run, [dict(segment) for segment in result.run.segments], []
     if any("generation" in segment for segment in segments):
-        members = [record.get("member") for record in [*records, *records[0]["earlier_logs"]]]
+        members = known
     else:  # names are new in every run: without a loss the logs of a run and of its replay are the same
         segments = [{name: value for name, value in one.items() if name in SEGMENT} for one in segments]
     state = replace(result.state, saves=run.saves, stop_rounds=run.stop_rounds, segments=segments, members=members)
     return verified_state(state, axis, logs, rounds, timelines, dropped)
+
+
+def _gone_lanes(
+    gone: Sequence[Mapping[str, Any]],
+    segments: Sequence[Mapping[str, Any]],
+    members: Sequence[str | None],
+    logs: Sequence[Sequence[tuple[int, int, int]]],
+    dropped: Sequence[Sequence[tuple[int, int, int]]],
+    present: Sequence[Timeline],
+) -> list[Timeline]:
+    """The lanes of ranks that are gone, numbered as their logs; one of which nothing counts has none."""
+    found: list[Timeline] = []
+    free = count(len(logs))
+    for one in gone:
+        rank = members.index(one["member"]) if one["member"] in members else next(free)
+        own = 0
+        if rank < len(logs):
+            own = sum(samples for _, _, samples in logs[rank]) - sum(samples for _, _, samples in dropped[rank])
+        found.append(gone_lane(one, rank, own, why_gone(segments, one["member"]), [*present, *found]))
+    return found
 
 
 def write_state(state: TrainedState, folder: Path) -> None:

@@ -30,7 +30,7 @@ from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import RECORD, check_files, encode, read_record, record_head
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
-from uneven.timeline.timeline import Timeline
+from uneven.timeline.timeline import RunFacts, Timeline
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,16 +81,15 @@ class TrainedState:
         return self.samples - (self._starts[-1].get("samples", 0) if self._starts else 0)
 
     @property
+    def run_facts(self) -> RunFacts:
+        """What its timeline must know of the parts before."""
+        last = self._starts[-1] if len(self._starts) > 1 else {}
+        return RunFacts(last.get("slot"), last.get("samples", 0))
+
+    @property
     def _starts(self) -> list[dict[str, Any]]:
         """The segments that begin with a start or a resume; generations of ranks are segments, too."""
         return [segment for segment in self.segments if "generation" not in segment]
-
-    @property
-    def lane_samples(self) -> list[int]:
-        """The samples of each lane's rank; empty for a resumed run, whose log is longer than its timeline."""
-        lanes = [] if self.timeline is None or len(self._starts) > 1 else self.timeline.lanes
-        trained = self.rank_samples
-        return [trained[lane.rank] for lane in lanes] if all(lane.rank < len(trained) for lane in lanes) else []
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
@@ -266,7 +265,7 @@ def verified_state(
     lost = sorted((slot, rank, first, samples) for rank, parts in by_rank for slot, first, samples in parts)
     check_dropped(logs, lost)
     samples = sum(samples for log in logs for _, _, samples in log) - sum(samples for _, _, _, samples in lost)
-    merged = Timeline.merge(timelines)
+    merged = replace(Timeline.merge(timelines), run=state.run_facts)
     return replace(state, slot=slots, samples=samples, timeline=merged, log=logs, rounds=rounds, dropped=lost)
 
 

@@ -48,8 +48,10 @@ def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
     trained_shares = [
         (event.t_ns, shares) for event in events if event.kind == "round" and (shares := _fractions(event, "samples"))
     ]
+    present = [lane for lane in timeline.lanes if lane.ended is None]
     if not planned_shares:
-        return "One device trains all samples: there are no shares." if len(timeline.lanes) == 1 else "No shares."
+        since = "Since the others are gone one" if len(timeline.lanes) > 1 else "One"
+        return f"{since} device trains all samples: there are no shares." if len(present) == 1 else "No shares."
     if len(planned_shares) == 1 and not trained_shares:
         return f"The shares did not change: {' / '.join(f'{100 * share:.0f} %' for share in planned_shares[0][1])}."
     fig = time_figure("shares", 240, axis, "% of the samples", Range1d(start=0.0, end=105.0))
@@ -57,7 +59,7 @@ def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
     mark_epochs(fig, epochs)
     planned_shares = evenly_spaced(planned_shares, MAX_POINTS)
     trained_shares = evenly_spaced(trained_shares, MAX_POINTS)
-    for place, lane in enumerate(timeline.lanes):
+    for place, lane in enumerate(present):
         name = f"rank {lane.rank}: {lane.device}"
         line = _Line(f"share-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
         times, planned = [t / 1e9 for t, _ in planned_shares], [100.0 * shares[place] for _, shares in planned_shares]

@@ -5,12 +5,18 @@ launch/run.py calls `save_timeline` at the end of a run, and users read the file
 JSON, version 1:
   version, unit ("ns since the run's start"), states,
   machines: [{machine, host, offset_ns, error_ns, drift_ppm, readings: [[at_ns, offset_ns, error_ns]]}],
-  ranks: [{rank, device, machine, host, end, starts: [...], states: [...codes into `states`]}],
+  run: {resumed_at, samples_before, samples, training_s, samples_per_s, disturbed, interference},
+  ranks: [{rank, device, machine, host, end, samples, redone, ended, starts: [...], states: [...codes into `states`]}],
   accounts: [{rank, seconds, shares, training_s, wall_s}],
   events: [{t, rank, kind, ...fields}],
   cold_start: [{rank, device, phases: {name: seconds}, waited_s, waited_for, steps: [[slot, seconds]]}],
   links: [{machine, host, ranks, rounds, round_bytes, round_ms, mb_per_s, steps, step_bytes, step_ms, total_bytes}],
   samples: [{t, machine, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
+`run` is about this part of the run: `resumed_at` is the step that it went on from (null: it was not resumed),
+`samples_before` those of earlier parts, `disturbed` whether other programs took its cores (null: not measured).
+`ranks` has everyone who took part, also those that were lost or have left: `ended` is {t, how, why} there, `how` is
+"lost" or "left", and they come after the ranks of the end. `samples` are those that the rank trained in this part and
+that count, `redone` others, which were trained again.
 A number in an event that is not finite (the loss of a diverged run) is null, in all three files: JSON has no such
 numbers, and viewers refuse a file that contains them.
 All times are on the clock of machine 0. `offset_ns` was added to those of another machine, more or less as it drifted

@@ -72,7 +72,8 @@ def lane_chart(
     _draw_states(chart, timeline, base)
     _draw_gaps(chart, gaps, base)
     _draw_rounds(chart, rounds, base)
-    _draw_events(chart, [event for event in timeline.events if event.kind not in _DRAWN_ELSEWHERE], base)
+    ends = [Event(one.end_ns, one.rank, one.ended.how, {"why": one.ended.why}) for one in timeline.lanes if one.ended]
+    _draw_events(chart, [*(one for one in timeline.events if one.kind not in _DRAWN_ELSEWHERE), *ends], base)
     return chart
 
 
@@ -93,7 +94,7 @@ def _place_lanes(timeline: Timeline) -> tuple[Bases, list[tuple[Machine, float]]
 
 
 def lane_label(lane: Lane) -> str:
-    return f"{lane.rank}: {lane.device}"
+    return f"{lane.rank}: {lane.device}" + ("" if lane.ended is None else f" ({lane.ended.how})")
 
 
 def _label_epochs(fig: figure, epochs: Epochs, top: float) -> None:

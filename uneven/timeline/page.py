@@ -34,11 +34,8 @@ def write_page(
     history: Sequence[Mapping[str, Any]] = (),
     title: str = "A run",
     facts: Mapping[str, str] | None = None,
-    samples: Sequence[int] = (),
 ) -> None:
     """Write the page. `history` has an entry per epoch (a line of metrics.jsonl), `facts` is shown at the top.
-
-    `samples` are those that each lane's rank has trained, for the verdict; it estimates them where they are not given.
 
     Raises MachineError if bokeh is missing or the file cannot be written.
     """
@@ -47,7 +44,7 @@ def write_page(
     if not any(lane.spans for lane in timeline.lanes):
         raise InputError(f"cannot make a page of {title!r}: its timeline has no spans")
     shown = {**(facts or {}), **plan_facts(path.parent / "plan.json")}
-    content = _html(timeline, history, title, shown, samples)
+    content = _html(timeline, history, title, shown)
     try:
         write_atomically(path, content.encode())
     except OSError as error:
@@ -59,7 +56,6 @@ def _html(
     history: Sequence[Mapping[str, Any]],
     title: str,
     facts: Mapping[str, str],
-    samples: Sequence[int],
 ) -> str:
     from uneven.timeline.busy import busy_chart
     from uneven.timeline.charts import Chart, TimeAxis
@@ -96,7 +92,7 @@ def _html(
         _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
         _section("Loss and metrics", _metrics_html(metrics, html)),
     ]
-    head = verdict_html(run_verdict(timeline, samples, history)) + facts_html(facts)
+    head = verdict_html(run_verdict(timeline, (), history)) + facts_html(facts)
     return render_document(title, head, "\n".join(sections), script)
 
 

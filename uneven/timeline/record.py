@@ -127,17 +127,24 @@ class Recorder:
 
     def spans(self) -> list[Span]:
         """All spans in order, with neighbours of the same state joined."""
-        self._pack()
+        spans, _ = self.closed_spans()
         start, state = self._unpacked[-1]
-        starts = [*self._starts_ns, start, self.end_ns if self.end_ns is not None else self.clock()]
-        names = [*(STATES[code] for code in self._codes), state]
+        end = self.end_ns if self.end_ns is not None else self.clock()
+        if spans and spans[-1][0] == state:
+            return [*spans[:-1], (state, spans[-1][1], end)]
+        return [*spans, (state, start, end)]
+
+    def closed_spans(self, known: int = 0) -> tuple[list[Span], int]:
+        """Without the first `known` states, those that are over, joined likewise; and how many are over."""
+        self._pack()
+        starts = [*self._starts_ns[known:], self._unpacked[-1][0]]
         spans: list[Span] = []
-        for name, (span_start, span_end) in zip(names, pairwise(starts), strict=True):
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], span_end)
+        for code, (start, end) in zip(self._codes[known:], pairwise(starts), strict=True):
+            if spans and spans[-1][0] == STATES[code]:
+                spans[-1] = (STATES[code], spans[-1][1], end)
             else:
-                spans.append((name, span_start, span_end))
-        return spans
+                spans.append((STATES[code], start, end))
+        return spans, len(self._codes)
 
     def account(self) -> "Account":
         """Seconds per state up to now, or up to the end if the recorder is closed."""

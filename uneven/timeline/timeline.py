@@ -1,31 +1,69 @@
 """A run's timeline: the state of every rank's device at every moment, with events and machine samples.
 
 The worker makes one per rank with `Timeline.of`, the launcher merges them, and idle, lanes, curves, page and export
-read the result. Merged, all times are on the clock of the first machine (clock.py). Invariant: the spans of a lane are
-in order and have no gaps. The JSON form is described in export.py.
+read the result. Merged, all times are on the clock of the first machine (clock.py). Invariants: the spans of a lane are
+in order and have no gaps; everyone who took part has a lane, also a rank that was lost or has left (train/elastic/
+lane_records.py). The JSON form is described in export.py.
+
+[Note: speed of a run] The samples that this part of the run has trained, since it was started or resumed last, over its
+training time. The last lines of a run, its page, `uneven run --json` and timeline.json take it from here.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from uneven.hardware.interference import Interference
 from uneven.timeline.clock import Machine, unite
-from uneven.timeline.record import STATES, Account, Event, Recorder, Span, account_of, device_spans
+from uneven.timeline.record import STATES, TRAINING, Account, Event, Recorder, Span, account_of, device_spans
 from uneven.timeline.sample import Sample
 
 VERSION = 1
 HERE = Machine(0, "localhost")
+LOST, LEFT = "lost", "left"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a rank took no part in the run any more: it was LOST, or LEFT and had handed in everything. In one line."""
+
+    how: str
+    why: str
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank's spans, in order and without gaps."""
+    """One rank's spans, in order and without gaps.
+
+    `samples` are those of this part of the run that it has trained and that count, None where it was not recorded;
+    `redone` others that it had trained, and that were trained again. `ended`: before the run did.
+    """
 
     rank: int
     device: str
     spans: list[Span]
     machine: int = 0
+    samples: int | None = None
+    redone: int = 0
+    ended: Ended | None = None
+
+    @property
+    def end_ns(self) -> int:
+        return self.spans[-1][2]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the lanes do not tell. `resumed_at`: the step from which this part of the run went on, if it was resumed."""
+
+    resumed_at: int | None = None
+    samples_before: int = 0  # of all parts before this one
+    interference: Interference | None = None  # by other programs, on the first machine; None: it was not measured
+
+    @property
+    def is_disturbed(self) -> bool | None:
+        return None if self.interference is None else self.interference.is_disturbed
 
 
 @dataclass(frozen=True)
@@ -40,11 +78,29 @@ class Timeline:
     events: list[Event]
     samples: list[Sample]
     machines: tuple[Machine, ...] = ()
+    run: RunFacts = RunFacts()
 
     @property
     def training_s(self) -> float:
-        """The training time of the run: that of the rank that trained longest."""
-        return max(account.training_s for account in self.accounts)
+        """The training time of the run: that of the rank that trained longest.
+
+        Where ranks were lost or have left nobody may have been there all the time: then it is the time in which any
+        rank trained.
+        """
+        longest_s = max((account.training_s for account in self.accounts), default=0.0)
+        return max(longest_s, _covered_s(self.lanes)) if any(lane.ended for lane in self.lanes) else longest_s
+
+    @property
+    def trained(self) -> int | None:
+        """The samples of all lanes, None where one's are not known."""
+        known = [lane.samples for lane in self.lanes if lane.samples is not None]
+        return sum(known) if len(known) == len(self.lanes) else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """See [Note: speed of a run]; None where it is not known."""
+        seconds = self.training_s
+        return self.trained / seconds if self.trained is not None and seconds else None
 
     @classmethod
     def of(
@@ -54,18 +110,19 @@ class Timeline:
         samples: list[Sample],
         busy: Sequence[tuple[int, int]] = (),
         machine: Machine = HERE,
+        trained: int | None = None,
     ) -> "Timeline":
         """One rank's timeline in its machine's monotonic clock, which `merge` aligns with that of other machines.
 
         `busy` holds the intervals in which a CUDA device computed. If it is given, the lane shows the device, not the
-        host.
+        host. `trained`: the samples that the rank has trained.
         """
         spans = recorder.spans()
         account = recorder.account()
         if busy:
             spans = device_spans(spans, busy)
             account = account_of(recorder.rank, spans)
-        lane = Lane(recorder.rank, device, spans, machine.number)
+        lane = Lane(recorder.rank, device, spans, machine.number, trained)
         own = [replace(sample, machine=machine.number) for sample in samples]
         # Ranks change when others are lost: all of it is told of the last one, whose lane this is.
         events = [replace(event, rank=recorder.rank) for event in recorder.events]
@@ -126,7 +183,18 @@ class Timeline:
         for rank in record["ranks"]:
             bounds = [*rank["starts"], rank["end"]]
             spans = [(names[code], a, b) for code, (a, b) in zip(rank["states"], pairwise(bounds), strict=True)]
-            lanes.append(Lane(rank["rank"], rank["device"], spans, rank.get("machine", 0)))
+            ended = rank.get("ended")
+            lanes.append(
+                Lane(
+                    rank["rank"],
+                    rank["device"],
+                    spans,
+                    rank.get("machine", 0),
+                    rank.get("samples"),
+                    rank.get("redone", 0),
+                    None if ended is None else Ended(ended["how"], ended["why"]),
+                )
+            )
         events = [
             Event(e["t"], e["rank"], e["kind"], {k: v for k, v in e.items() if k not in ("t", "rank", "kind")})
             for e in record["events"]
@@ -145,7 +213,7 @@ class Timeline:
         ]
         accounts = [Account(a["rank"], a["seconds"]) for a in record["accounts"]]
         machines = tuple(Machine.from_json(machine) for machine in record.get("machines", []))
-        return cls(lanes, accounts, events, samples, machines)
+        return cls(lanes, accounts, events, samples, machines, _run_facts(record.get("run", {})))
 
     def to_json(self) -> dict[str, Any]:
         codes: dict[str, int] = {state: code for code, state in enumerate(STATES)}
@@ -153,6 +221,7 @@ class Timeline:
             "version": VERSION,
             "unit": "ns since the run's start",
             "states": list(STATES),
+            "run": self._run_json(),
             "machines": [machine.to_json() for machine in self.machines],
             "ranks": [
                 {
@@ -160,7 +229,10 @@ class Timeline:
                     "device": lane.device,
                     "machine": lane.machine,
                     "host": self.machine(lane).host,
-                    "end": lane.spans[-1][2],
+                    "end": lane.end_ns,
+                    "samples": lane.samples,
+                    "redone": lane.redone,
+                    "ended": None if lane.ended is None else {"t": lane.end_ns, **asdict(lane.ended)},
                     "starts": [start for _, start, _ in lane.spans],
                     "states": [codes[state] for state, _, _ in lane.spans],
                 }
@@ -179,6 +251,37 @@ class Timeline:
             "events": [{"t": e.t_ns, "rank": e.rank, "kind": e.kind, **e.fields} for e in self.events],
             "samples": [{"t": s.t_ns, **s.fields()} for s in self.samples],
         }
+
+    def _run_json(self) -> dict[str, Any]:
+        """What a reader wants to know first; the speed and "disturbed" follow from the rest."""
+        interference = self.run.interference
+        return {
+            "resumed_at": self.run.resumed_at,
+            "samples_before": self.run.samples_before,
+            "samples": self.trained,
+            "training_s": self.training_s,
+            "samples_per_s": self.samples_per_s,
+            "disturbed": self.run.is_disturbed,
+            "interference": None if interference is None else interference.to_json(),
+        }
+
+
+def _run_facts(record: Mapping[str, Any]) -> RunFacts:
+    known = record.get("interference")
+    measured = None if known is None else {name: known[name] for name in known if name != "is_disturbed"}
+    interference = None if measured is None else Interference(**measured)
+    return RunFacts(record.get("resumed_at"), record.get("samples_before", 0), interference)
+
+
+def _covered_s(lanes: Iterable[Lane]) -> float:
+    """The time in which any of them was in a state of training, in seconds."""
+    trains = sorted((first, last) for lane in lanes for state, first, last in lane.spans if state in TRAINING)
+    covered, until = 0, trains[0][0] if trains else 0
+    for first, last in trains:
+        if last > until:
+            covered += last - max(first, until)
+            until = last
+    return covered / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,18 @@ and its losses add up to what the devices own; a run that gave more has no losse
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from uneven.timeline.record import TRAINING, Account, Event
-from uneven.timeline.timeline import Timeline
+from uneven.timeline.timeline import LOST, Timeline
 
 MEASURED, ESTIMATED = "measured", "estimated"
 OTHER, ABSENT = "other", "absent"
 UNKNOWN = "not recorded"  # the cause of all losses of a run whose times nobody has
 LOSSES = (*(state for state in TRAINING if state not in ("compute", OTHER)), OTHER, ABSENT)
 LEAST = 0.001  # of the bar: less is counted as OTHER
+NO_COMPARISON = "Do not compare this speed with another."
 IMPOSSIBLE = 1.05  # a run that gave more than this of what its devices own: their speeds alone are not right
 
 
@@ -38,6 +39,7 @@ class Verdict:
     owned: Amount | None = None  # the devices' speeds alone, added up
     ddp: Amount | None = None  # the most that equal batches allow: the slowest device's speed times their number
     losses: tuple[Amount, ...] = ()  # in the order of LOSSES, or UNKNOWN alone
+    notes: tuple[str, ...] = ()  # what must be known beside it: devices that are gone, a disturbed speed
 
     @property
     def rest(self) -> str:
@@ -86,32 +88,53 @@ def verdict(
 def run_verdict(timeline: Timeline, samples: Sequence[int] = (), history: Sequence[Mapping[str, Any]] = ()) -> Verdict:
     """The verdict on one run by its own timeline: a device's speed alone is that of its time in compute, an estimate.
 
-    `samples` are those that each lane's rank has trained; without them they follow from rounds, shares and `history`.
-    It is what the devices could do if they computed all the time, so data and other count as lost, too. A rank without
-    samples counts with its speed in the warm-up.
+    `samples` are those that each lane's rank has trained; without them those of the lanes count, and where a timeline
+    was recorded without them, they follow from rounds, shares and `history`. It is what the devices could do if they
+    computed all the time, so data and other count as lost, too. A rank without samples counts with its speed in the
+    warm-up. Of a run that was resumed it is about the part since then.
     """
-    accounts = timeline.accounts
-    trained = list(samples) if samples else _estimate_samples(timeline, history)
-    training_s = max((account.training_s for account in accounts), default=0.0)
+    accounts, notes = timeline.accounts, _notes(timeline)
+    known = [lane.samples for lane in timeline.lanes if lane.samples is not None]
+    trained = list(samples) or (known if len(known) == len(accounts) else _estimate_samples(timeline, history))
     if not any(account.seconds["compute"] for account in accounts):
-        return verdict((), 0.0, {}, ESTIMATED)
+        return replace(verdict((), 0.0, {}, ESTIMATED), notes=notes)
     if len(trained) != len(accounts):
-        return Verdict("No verdict: it is not recorded how many samples each device has trained.")
+        return Verdict("No verdict: it is not recorded how many samples each device has trained.", notes=notes)
     warm_up = _warm_up_speeds(timeline.events)
-    warm_up = warm_up if len(warm_up) == len(accounts) else [0.0] * len(accounts)
+    is_same = len(warm_up) == len(accounts) and not any(lane.ended for lane in timeline.lanes)
+    done = [count + lane.redone for count, lane in zip(trained, timeline.lanes, strict=True)]
     alone = [
         count / account.seconds["compute"] if count and account.seconds["compute"] else speed
-        for count, account, speed in zip(trained, accounts, warm_up, strict=True)
+        for count, account, speed in zip(done, accounts, warm_up if is_same else [0.0] * len(accounts), strict=True)
     ]
-    return verdict(alone, sum(trained) / training_s, lost_by_state(accounts, alone), ESTIMATED)
+    at = timeline.run.resumed_at
+    name = "This run" if at is None else f"Since it was resumed after step {at:,}, this run"
+    lost = lost_by_state(accounts, alone, timeline.training_s)
+    return replace(verdict(alone, sum(trained) / timeline.training_s, lost, ESTIMATED, name), notes=notes)
 
 
-def lost_by_state(accounts: Sequence[Account], alone: Sequence[float]) -> dict[str, float]:
+def _notes(timeline: Timeline) -> tuple[str, ...]:
+    gone = [
+        f"{timeline.name(lane)} {'was lost' if lane.ended.how == LOST else 'has left'} after "
+        f"{lane.end_ns / 1e9:.1f} s ({lane.ended.why})."
+        for lane in timeline.lanes
+        if lane.ended is not None
+    ]
+    measured = timeline.run.interference
+    disturbed = [f"{measured.describe()} {NO_COMPARISON}"] if measured is not None and measured.is_disturbed else []
+    return (*gone, *disturbed)
+
+
+def lost_by_state(
+    accounts: Sequence[Account], alone: Sequence[float], training_s: float | None = None
+) -> dict[str, float]:
     """The samples/s that the devices would have trained in the time they spent in other states than compute.
 
     ABSENT is the time that a rank did not train while another did: it joined later, ended before, or compiled.
+    `training_s`: of the run; without it that of the rank which trained longest.
     """
-    training_s = max((account.training_s for account in accounts), default=0.0)
+    if training_s is None:
+        training_s = max((account.training_s for account in accounts), default=0.0)
     lost = dict.fromkeys(LOSSES, 0.0)
     for account, speed in zip(accounts, alone, strict=True):
         seconds = {**account.seconds, ABSENT: training_s - account.training_s}

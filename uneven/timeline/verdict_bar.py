@@ -17,6 +17,7 @@ def verdict_html(verdict: Verdict, heading: str = "") -> str:
     parts.append(f'<p class="sentence">{escape(verdict.sentence)}</p>')
     if verdict.owned is not None and verdict.gave is not None:
         parts += [_bar(verdict, verdict.gave, verdict.owned), _amounts(verdict, verdict.gave, verdict.owned)]
+    parts += [f'<p class="note">{escape(note)}</p>' for note in verdict.notes]
     return f'<section class="verdict">{"".join(parts)}</section>'
 
 

@@ -1,6 +1,6 @@
 """A rank among the others: its identity and group, the interface it reports progress to, and its results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -151,3 +151,4 @@ class RankResult:
     traffic: Traffic
     dropped: list[tuple[int, int, int]] = field(default_factory=list)
     run: RunRecord = field(default_factory=RunRecord)  # saves and segments of the whole run
+    read_gone: Callable[[], list[dict[str, Any]]] = list  # lanes of ranks that are gone (elastic/lane_records.py)

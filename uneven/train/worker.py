@@ -349,10 +349,11 @@ class Worker:
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         if info.world_size > 1:
             self.recorder.event("traffic", steps=len(engine.log), **asdict(self.group.traffic))
-        busy = engine.run_ahead.busy
-        timeline = Timeline.of(self.recorder, str(info.device), self._sampler.samples, busy, info.machine)
-        state, dropped = self.saves.result(self.stopped), list(engine.dropped.parts)
-        return RankResult(state, timeline, [*engine.log], [*engine.rounds], self.group.traffic, dropped, self.run)
+        known = (str(info.device), self._sampler.samples, engine.run_ahead.busy, info.machine, engine.samples)
+        state, timeline = self.saves.result(self.stopped), Timeline.of(self.recorder, *known)
+        log, parts = [*engine.log], list(engine.dropped.parts)
+        gone = list if self.settler is None else self.settler.read_gone
+        return RankResult(state, timeline, log, [*engine.rounds], self.group.traffic, parts, self.run, gone)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""

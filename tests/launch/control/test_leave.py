@@ -246,3 +246,8 @@ def test_a_rank_of_a_real_run_leaves_and_its_samples_count(tmp_path: Path, capfd
     assert "started again" not in shown
     assert state.timeline is not None
     assert any("leaves: 1 rank" in event.fields.get("why", "") for event in state.timeline.events)
+    _, gone = state.timeline.lanes
+    assert gone.ended is not None
+    assert (gone.device, gone.samples, gone.ended.how) == ("cpu", handed, "left")
+    assert "leaves: 1 rank goes on" in gone.ended.why
+    assert state.timeline.trained == state.samples

@@ -267,7 +267,7 @@ def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> N
     title = f"{summary['model']} {summary['mode']}, seed {summary['seed']}"
     # Without bokeh, which is an extra, a run has everything but its page.
     with suppress(MachineError):
-        write_page(folder / "timeline.html", state.timeline, state.history, title, facts, state.lane_samples)
+        write_page(folder / "timeline.html", state.timeline, state.history, title, facts)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
 from uneven.policy.finish import Cost
+from uneven.train.elastic.lane_records import LaneRecords
 from uneven.train.elastic.leaving import PARTING, has_handed_in, is_parting
 from uneven.train.elastic.membership import Generation, Membership
 from uneven.train.elastic.roll_back import go_back, read_newest
@@ -68,6 +69,7 @@ class Settler:
         self._engine, self._run, self._events, self._saves = engine, run, events, saves
         self._membership, self._go_on, self._new_synchronizer = membership, go_on, new_synchronizer
         self._members, self._settled = tuple(members), engine.rank_info.generation
+        self._lanes = LaneRecords(membership.record_store(), engine)
         self.is_over = False  # nothing is left to train: only results are exchanged
         self._before: Synchronizer | None = None  # of the group that is lost; a newcomer has none
         self._lines: list[str] = []  # for the user, where all went back to a checkpoint
@@ -85,6 +87,7 @@ class Settler:
             exchange_losses(self._engine.meter, info.group)
         self._defer_joins()
         self._run.segments[-1] |= {"members": list(self._members)}
+        self._lanes.tell()
         if info.rank == 0 and why_not_joined(self._engine) is None:
             exact = {"global_batch_size": self._engine.axis.slot_size, "max_global_batch_size": None}
             self._membership.begin({"config": {**({} if config.is_local else exact), "accumulate": config.accumulate}})
@@ -113,6 +116,7 @@ class Settler:
 
     def check(self) -> None:
         """GroupLostError where a newer generation was announced: a rank may train on for long without the others."""
+        self._lanes.tell()
         if self._membership.is_stale(self._engine.rank_info.generation):
             raise GroupLostError("a newer generation of ranks was announced")
 
@@ -132,6 +136,14 @@ class Settler:
         """Wait until all ranks have the run's result."""
         self._membership.finish(self._engine.rank_info.generation)
 
+    def read_gone(self) -> list[dict[str, Any]]:
+        """The lanes of those who were in the run and are not any more; nothing where the launcher is gone, too."""
+        known = dict.fromkeys(member for segment in self._run.segments for member in segment.get("members", ()))
+        try:
+            return self._lanes.read([member for member in known if member not in self._members])
+        except RuntimeError:
+            return []
+
     def settle(self, lost: GroupLostError) -> None:
         """Go on with whoever is left; raises where the run cannot, with the words of `lost`."""
         recorder, info = self._engine.recorder, self._engine.rank_info
@@ -146,6 +158,7 @@ class Settler:
         if isinstance(before, LocalSGD):
             abandon(before)
         if has_handed_in(before, self._engine) and self._membership.must_leave():
+            self._lanes.leave()
             generation = self._membership.leave(info.generation, self._engine.samples)
         else:
             generation = self._membership.await_next(info.generation, str(lost))
