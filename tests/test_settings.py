@@ -107,6 +107,7 @@ TYPED = {
     "bucket_mb": ("25", 25.0),
     "activations": ("recompute", "recompute"),
     "sync_batchnorm": (None, True),
+    "check_loss": (None, True),
     "max_grad_norm": ("1.5", 1.5),
     "max_grad_value": ("0.5", 0.5),
     "max_bad_steps": ("5", 5),

@@ -29,7 +29,7 @@ GROUPS = {
     "Devices and policy": "devices policy backend shares",
     "Memory": "strategy memory_shares redundancy bucket_mb memory_cap activations",
     "Optimizer and numbers": "precision compile max_grad_norm max_grad_value max_bad_steps scheduler_interval lr_scale "
-    "sync_batchnorm",
+    "sync_batchnorm check_loss",
     "Averaging params": "anchor max_anchor overhead_target divergence_threshold max_staleness optimizer_state verify",
     "Evaluation, checkpoints, files": "eval_every monitor monitor_mode save_every keep_last keep_best "
     "checkpoint_copies resume out overwrite replay progress",

@@ -49,6 +49,7 @@ class Settings(TypedDict, total=False):
     bucket_mb: float | None
     activations: Activations
     sync_batchnorm: bool
+    check_loss: bool
     max_grad_norm: float | None
     max_grad_value: float | None
     max_bad_steps: int
@@ -172,6 +173,10 @@ class SettingMethods:
     def sync_batchnorm(self, sync_batchnorm: bool = True) -> "Self":
         """Normalize BatchNorm over the samples of all devices (sync, balanced)."""
         return self.settings(sync_batchnorm=sync_batchnorm)
+
+    def check_loss(self, check_loss: bool = True) -> "Self":
+        """Refuse a loss that is a mean over tokens where batches are weighted by samples."""
+        return self.settings(check_loss=check_loss)
 
     def max_grad_norm(self, max_grad_norm: float | None) -> "Self":
         """Clip the gradient norm: of the sum with sync and balanced, of each device with cadence and async."""

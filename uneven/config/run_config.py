@@ -149,6 +149,9 @@ class RunConfig:
     sync_batchnorm: bool = field(
         default=False, metadata=about("Normalize BatchNorm over the samples of all devices (sync, balanced).")
     )
+    check_loss: bool = field(
+        default=True, metadata=about("Refuse a loss that is a mean over tokens where batches are weighted by samples.")
+    )
     max_grad_norm: float | None = field(
         default=None,
         metadata=about(

@@ -34,11 +34,29 @@ def pin(batch: Any) -> Any:
     return _map(batch, "pin_memory", Tensor.pin_memory, lambda own: own.pin_memory())
 
 
-def _map(batch: Any, method: str, of_tensor: Callable[[Tensor], Any], of_object: Callable[[Any], Any]) -> Any:
+def rows_of(batch: Any, rows: Tensor, samples: int) -> Any:
+    """The batch of these rows alone. What has no row for each of its samples is taken as it is."""
+
+    def of_tensor(tensor: Tensor) -> Tensor:
+        return tensor[rows.to(tensor.device)] if tensor.ndim and len(tensor) == samples else tensor
+
+    def of_texts(texts: Any) -> Any:
+        return type(texts)(texts[row] for row in rows.tolist()) if len(texts) == samples else texts
+
+    return _map(batch, "tolist", of_tensor, lambda own: own, of_texts)
+
+
+def _map(
+    batch: Any,
+    method: str,
+    of_tensor: Callable[[Tensor], Any],
+    of_object: Callable[[Any], Any],
+    of_texts: Callable[[Any], Any] = lambda texts: texts,
+) -> Any:
     """The batch with every tensor in it replaced, and objects that have the method themselves by its result."""
 
     def is_leaf(value: Any) -> bool:
-        return _has(value, method) or _is_record(value) or _is_foreign_mapping(value)
+        return _has(value, method) or _is_record(value) or _is_foreign_mapping(value) or _is_texts(value)
 
     def replaced(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -46,6 +64,8 @@ def _map(batch: Any, method: str, of_tensor: Callable[[Tensor], Any], of_object:
         if _has(value, method):
             result = of_object(value)
             return value if result is None else result  # a method that works in place
+        if _is_texts(value):
+            return of_texts(value)
         if _is_record(value):
             twin = copy.copy(value)
             for field in dataclasses.fields(value):
@@ -70,6 +90,10 @@ def _has(value: Any, method: str) -> bool:
 
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(text, str | bytes) for text in value)
 
 
 def _is_foreign_mapping(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Steps without a trace, to compile and tune kernels and to measure on real batches: everything is restored.
 
 Restored are params, buffers, optimizer state and param groups, loss scaler, loss meter, and the random states of
-Python, numpy, torch and the device.
+Python, numpy, torch and the device; by `no_trace_of_forward` what a forward alone may change.
 """
 
 import copy
@@ -27,27 +27,23 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     Tensors that existed before keep their addresses, which a captured graph may hold. With `keep_optimizer_tensors`,
     before a capture, new optimizer state is zeroed and kept; for optimizers that can be captured that is a fresh start.
     """
-    held = HeldBuffers(step.model)
-    tensors = [*step.model.parameters(), *step.model.buffers()]
-    saved = [t.detach().clone() for t in tensors]
+    params = list(step.model.parameters())
+    saved = [param.detach().clone() for param in params]
     optimizers = list(_with_inner(step.optimizer))
     optimizer_states = [{p: copy.deepcopy(values) for p, values in one.state.items()} for one in optimizers]
     settings = [[_settings(group) for group in one.param_groups] for one in optimizers]
     counters = [_counters(one) for one in optimizers]
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
-    extra = [(module, copy.deepcopy(module.get_extra_state())) for module in _with_extra_state(step.model)]
-    python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        yield
-        if keep_optimizer_tensors:
-            refuse_assigned(held)
+        with no_trace_of_forward(step.model, device) as held:
+            yield
+            if keep_optimizer_tensors:
+                refuse_assigned(held)
     finally:
-        held.settle()
         with torch.no_grad():
-            for tensor, old in zip(tensors, saved, strict=True):
-                tensor.copy_(old)
+            for param, old in zip(params, saved, strict=True):
+                param.copy_(old)
         step.optimizer.zero_grad(set_to_none=True)
         befores = zip(optimizers, optimizer_states, settings, counters, strict=True)
         for one, old_state, old_settings, old_counters in befores:
@@ -58,6 +54,25 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
         if scaler_state:
             step.precision.scaler.load_state_dict(scaler_state)
         step.meter.totals.copy_(totals)
+
+
+@contextmanager
+def no_trace_of_forward(model: nn.Module, device: torch.device) -> Iterator[HeldBuffers]:
+    """Undo what forwards inside do to buffers, extra states and random states.
+
+    Buffers are restored behind autograd's back: a graph that waits for its backward may have saved them.
+    """
+    held = HeldBuffers(model)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    extra = [(module, copy.deepcopy(module.get_extra_state())) for module in _with_extra_state(model)]
+    python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield held
+    finally:
+        held.settle()
+        for buffer, old in buffers:
+            buffer.data.copy_(old)
         for module, state in extra:
             module.set_extra_state(state)
         random.setstate(python_random)

@@ -1,4 +1,4 @@
-"""What a rank runs by itself before the group forms: batches for its memory cap, for its kernels, and for its speed.
+"""What a rank runs by itself before the group forms: to check its loss, for its memory cap, its kernels, its speed.
 
 Called by the worker, and by benchmarks for a device alone, where `engine.can_warm_up`. Invariant: the engine is
 afterwards as it was before (step/no_trace.py), but for its caps, captured graphs and what CUDA has chosen.
@@ -7,6 +7,9 @@ afterwards as it was before (step/no_trace.py), but for its caps, captured graph
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
+
+from torch import nn
 
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
@@ -17,7 +20,48 @@ from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
 from uneven.step.graph import GraphStep
 from uneven.step.no_trace import no_trace
+from uneven.step.token_mean import BATCHES, TokenMeanCheck, named_tensors
 from uneven.train.engine import Engine
+
+
+def check_loss(engine: Engine, *, may_grow: bool) -> None:
+    """InputError where losses are means over tokens and batches of one step are weighted by their samples.
+
+    On rank 0 alone: nothing of it is left, and an error there ends the run. `may_grow`: other ranks may join this one.
+    """
+    config, info, axis = engine.config, engine.rank_info, engine.axis
+    slot = axis.slot(0)
+    is_cut = engine.micro_batch_size(slot.samples) < slot.samples
+    if not config.is_local and not config.is_model_parallel:
+        is_cut |= info.world_size > 1 or may_grow
+    if not config.check_loss or not is_cut or info.rank > 0 or info.is_newcomer:
+        return
+    check = TokenMeanCheck(engine.model)
+    if engine.reader is not None:
+        if info.world_size == 1 or config.is_replicated:
+            _look_at_first_batches(engine, check)
+        return
+    engine.recorder.enter("compile")
+    size = max(2, config.batch_size)
+    slots = (axis.slot(place) for place in range(min(BATCHES, axis.slots_per_epoch, axis.total)))
+    for _, micros in engine.feed.stream(Part(slot, 0, min(size, slot.samples), size) for slot in slots):
+        (inputs, samples), *_ = micros
+        if check.look(engine.task.train_step, engine.feed.open(inputs), samples):
+            break
+    engine.recorder.enter("setup")
+
+
+def _look_at_first_batches(engine: Engine, check: TokenMeanCheck) -> None:
+    """Those of a stream are looked at when they are trained, since nobody could put them back."""
+    train_step = engine.task.train_step
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        samples = next((len(tensor) for _, tensor in named_tensors(batch, "batch") if tensor.ndim), 0)
+        if check.look(train_step, batch, samples):
+            engine.eager.train_step = train_step
+        return train_step(model, batch)
+
+    engine.eager.train_step = step
 
 
 def find_cap(engine: Engine) -> None:

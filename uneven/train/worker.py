@@ -1,8 +1,7 @@
 """One rank's training loop: batch -> step -> policy -> gradient sum or average.
 
 `Worker.train` reads from top to bottom. The engine is the rank by itself, the synchronizer keeps it in step with the
-others: GradientSync by a sum of gradients in every step, LocalSGD by averages of params in rounds. At every moment
-the recorder is in exactly one state, so the timeline accounts for all of the rank's time.
+others: GradientSync by sums of gradients, LocalSGD by averages of params. The recorder is always in exactly one state.
 """
 
 import threading
@@ -47,7 +46,7 @@ from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
 from uneven.train.synchronizer import Synchronizer, Wish
-from uneven.train.warm_up import find_cap, measure, warm_up
+from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
 from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
@@ -221,6 +220,7 @@ class Worker:
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
+        check_loss(self.engine, may_grow=self.membership is not None)
         self.report.say(choose_activations(self.engine))
         if not self.engine.can_warm_up:
             return self.initialize(UNMEASURED)
