@@ -27,6 +27,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_file_is_for_those_whom_the_umask_lets_read_it(tmp_path: Path, umask: int, mode: int) -> None:
+    """It was readable for everybody, also where the user had forbidden that."""
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "state.json", b"{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "state.json").stat().st_mode & 0o777 == mode
+
+
 def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     os.mkfifo(path)

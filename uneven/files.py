@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -111,13 +112,22 @@ def replacing(path: Path, work: Path | None = None) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # it is made private; results are meant to be read
+            os.chmod(file.name, 0o666 & ~_umask())  # it is made private; results are for whom the user lets read them
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
     with suppress(FileNotFoundError):  # renamed by who waited for this file, and syncs what it renames
         sync_folder(path.parent)
+
+
+def _umask() -> int:
+    """What new files are not to be. As the kernel has it: os.umask tells it by changing it, for all threads."""
+    try:
+        found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return 0o077 if found is None else int(found[1], 8)  # private on a system that does not say
 
 
 def _is_special(path: Path) -> bool:
@@ -195,11 +205,20 @@ def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
         for entry in earlier if overwrite else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         made = sum(not folder.exists() for folder in (path, *path.parents))
-        path.mkdir(parents=True, exist_ok=True)
+        make_run_folder(path)
         mark_as_run(path, made)
     except OSError as error:
         raise folder_error(path, error) from error
     return moved
+
+
+def make_run_folder(path: Path) -> None:
+    """For this user alone: logs and data are in it. One that is there already stays as it is."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def mark_as_run(folder: Path, made: int = 0, run_id: str = "") -> None:

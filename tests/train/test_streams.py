@@ -1,5 +1,7 @@
 """Streams on threads: real workers, one group; every kind of source under exact and local policies."""
 
+import os
+import pickle
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -207,6 +209,36 @@ def test_a_rank_that_asks_the_reader_gets_a_wrong_input_as_one() -> None:
     with pytest.raises(InputError, match=r"^the stream ended after 5 samples in epoch 0, and its len\(\) is 9"):
         client.receive()
     client.close()
+    reader.close()
+
+
+class Planted:
+    """A pickle that would leave a mark."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (Planted, "was_run", True)
+
+    was_run = False
+
+
+@pytest.mark.parametrize(
+    "address", [pickle.dumps(Planted()), b"", b"5", b'["uneven-x", "00"]', b'["/tmp/other", "00"]', b'[["a"], "00"]']
+)
+def test_the_address_of_the_reader_is_not_unpickled(address: bytes) -> None:
+    """It comes through a collective, which anybody on the network of a run can write to."""
+    with pytest.raises(RankError, match="address"):
+        ReaderClient(address)
+    assert not Planted.was_run
+
+
+def test_a_reader_is_believed_only_where_it_is_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.getuid()
+    reader = Reader(lambda _: iter(range(5)), epochs=1, length=5, ahead=2)
+    server = ReaderServer(reader, connections=1)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(RankError, match="another user"):
+        ReaderClient(server.address)
+    monkeypatch.undo()
     reader.close()
 
 

@@ -2,12 +2,17 @@
 
 A Reader lives on rank 0. Ranks ask for ranges of positions; whoever trains a range gets its samples, which are then
 dropped, so exactly once holds over what the stream gave. The other ranks ask through ReaderServer and ReaderClient: an
-abstract Unix socket of this machine that leaves no file behind, with a key that only the ranks of the run know; that is
-why what arrives may be unpickled. data/stream.py makes batches of the samples.
+abstract Unix socket of this machine that leaves no file behind, with a key that only the ranks of the run know, and for
+processes of this user alone; that is why samples that arrive may be unpickled. data/stream.py makes batches of them.
 """
 
+import json
+import os
 import pickle
+import re
 import secrets
+import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +29,8 @@ from uneven.errors import InputError, RankError
 
 CLOSE_S = 5.0
 _END = object()
+_NAME = re.compile(r"uneven-[0-9a-f]{32}")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Reader:
@@ -179,13 +186,14 @@ class ReaderServer:
     def __init__(self, reader: Reader, connections: int) -> None:
         self._reader, self._left = reader, connections
         self._key = secrets.token_bytes(32)
-        self._listener = Listener("\0uneven-" + secrets.token_hex(16), family="AF_UNIX", authkey=self._key)
+        self._name = f"uneven-{secrets.token_hex(16)}"
+        self._listener = Listener(f"\0{self._name}", family="AF_UNIX", authkey=self._key)
         threading.Thread(target=self._accept, name="uneven-reader-accept", daemon=True).start()
 
     @property
     def address(self) -> bytes:
-        """For ReaderClient, on the other ranks."""
-        return pickle.dumps((self._listener.address, self._key))
+        """For ReaderClient, on the other ranks; as JSON, since it comes to them through a collective."""
+        return json.dumps([self._name, self._key.hex()]).encode()
 
     def _accept(self) -> None:
         with self._listener:
@@ -194,6 +202,9 @@ class ReaderServer:
                     connection = self._listener.accept()
                 except (AuthenticationError, EOFError, OSError):
                     continue  # a stranger without the key
+                if not _is_own_user(connection):
+                    connection.close()
+                    continue
                 self._left -= 1
                 name = f"uneven-reader-{self._left}"
                 threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
@@ -202,12 +213,12 @@ class ReaderServer:
         with connection:
             try:
                 while True:
-                    name, arguments = pickle.loads(connection.recv_bytes())
+                    name, *arguments = json.loads(connection.recv_bytes())
                     connection.send_bytes(self._answer(name, arguments))
             except (EOFError, OSError):
                 return  # the rank has ended, or does not want the rest
 
-    def _answer(self, name: str, arguments: tuple[int, int, int]) -> bytes:
+    def _answer(self, name: str, arguments: Sequence[int]) -> bytes:
         try:
             found = self._reader.take(*arguments) if name == "take" else self._reader.ends_within(*arguments)
             return pack((found, None))
@@ -221,12 +232,20 @@ class ReaderClient:
     """One connection to the Reader of rank 0. Questions may be sent ahead; answers come in their order."""
 
     def __init__(self, address: bytes) -> None:
-        where, key = pickle.loads(address)
-        self._connection = Client(where, family="AF_UNIX", authkey=key)
+        try:
+            name, key = json.loads(address)
+            is_known, secret = _NAME.fullmatch(name) is not None, bytes.fromhex(key)
+        except (ValueError, TypeError):
+            is_known = False
+        if not is_known:
+            raise RankError("what came as the address of rank 0's reader is none")
+        self._connection = Client(f"\0{name}", family="AF_UNIX", authkey=secret)
+        if not _is_own_user(self._connection):
+            raise RankError("the reader at the address that rank 0 sent is of another user")
 
     def send(self, name: str, *arguments: int) -> None:
         with _gone():
-            self._connection.send_bytes(pickle.dumps((name, arguments)))
+            self._connection.send_bytes(json.dumps([name, *arguments]).encode())
 
     def receive(self) -> Any:
         with _gone():
@@ -265,6 +284,13 @@ class _gone:  # noqa: N801, reads as a word
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, EOFError | OSError):
             raise RankError("rank 0, which reads the stream for all ranks, has closed its connection") from error
+
+
+def _is_own_user(connection: Connection) -> bool:
+    """Whether the process at the other end is of this user, as the kernel has it: what it sends is unpickled."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(peer)[1] == os.getuid())
 
 
 def pack(value: Any) -> bytes:

@@ -77,11 +77,13 @@ class Reporter:
         self._loss = "-"
         self._last = (0, 0.0)  # samples and training seconds when the speed was last computed
 
-    def say(self, lines: Sequence[str]) -> None:
+    def say(self, lines: Sequence[str], logged: Sequence[str] | None = None) -> None:
+        """Print lines; a log has `logged` in their place, where they hold a secret."""
+        kept = lines if logged is None else logged
         if self._log is not None:
-            self._log(lines)
+            self._log(kept)
         else:
-            self._said = [*self._said, *lines][-MOST_SAID:]
+            self._said = [*self._said, *kept][-MOST_SAID:]
         if self.style == "off" or self._prints_bars_only or not lines:
             return
         if self._block is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from uneven.comm.gather import broadcast_json, gather_bytes
 from uneven.config import RunConfig
 from uneven.errors import InputError, MachineError
-from uneven.files import is_closed, make_out_folder, mark_as_run, mark_of_run, partial_folder
+from uneven.files import is_closed, make_out_folder, make_run_folder, mark_as_run, mark_of_run, partial_folder
 from uneven.machines.transfer import LeaderFiles
 from uneven.results.checkpoint import put_in_place
 from uneven.results.checkpoint_folders import find_checkpoints, remove_partial, set_aside, slot_of
@@ -65,7 +65,7 @@ class Copies:
         fault = "" if info.leader is not None else "it needs 'uneven run --nodes' and 'uneven join'"
         try:
             if info.rank == 0:
-                out.mkdir(parents=True, exist_ok=True)
+                make_run_folder(out)
                 (out / mark).touch()
             gather_bytes(info.group, b"")
             is_same = (own / mark).exists()
@@ -87,7 +87,7 @@ class Copies:
             else:
                 slot = slot_of(config.resume) or 0
                 set_aside(own, [folder for folder in find_checkpoints(own) if (slot_of(folder) or 0) > slot])
-                own.mkdir(parents=True, exist_ok=True)
+                make_run_folder(own)
             mark_as_run(own, run_id=self.run)
             remove_partial(own)
         except (InputError, MachineError, OSError) as error:

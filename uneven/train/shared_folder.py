@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from uneven.comm.gather import broadcast_json, gather_json
-from uneven.files import why_not_written
+from uneven.files import make_run_folder, why_not_written
 from uneven.machines.wire import WireError
 from uneven.train.rank_info import RankInfo
 
@@ -24,7 +24,7 @@ def open_to_machines(info: RankInfo, folder: Path, token: str) -> str | None:
     fault = ""
     if info.rank == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_run_folder(folder)
             mark.touch()
         except OSError as error:
             fault = f"cannot write to {folder}: {why_not_written(error)}"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch.control.test_listing import home
 from uneven.errors import InputError
+from uneven.launch.cleanup import live_folders
 from uneven.launch.control import history
 from uneven.launch.control.history import ended_runs, remember
 from uneven.launch.control.known_runs import KnownRun, choose_known, live_runs
@@ -142,12 +143,16 @@ def test_the_folder_of_the_history_is_never_below_the_current_one_by_accident(
 
 
 def test_a_run_that_waits_for_machines_is_listed_and_can_be_stopped(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The token that the leader prints is in none of its files; it was in launcher.log, which everybody could read."""
     seen: list[KnownRun] = []
+    logged: list[str] = []
 
     def wait(_: Gathering, hosts: object) -> None:
         seen.extend(live_runs())
+        for folder, _ in live_folders():
+            logged.extend(path.read_text() for path in folder.rglob("*") if path.is_file())
         raise KeyboardInterrupt  # as `uneven stop` does it
 
     monkeypatch.setattr(Gathering, "wait", wait)
@@ -155,11 +160,14 @@ def test_a_run_that_waits_for_machines_is_listed_and_can_be_stopped(
     monkeypatch.setattr(lead, "own_devices", lambda _: ())
     script = tmp_path / "train.py"
     script.write_text("import uneven\n\nuneven.fit()\n")
-    options = LeadOptions(2, 2, "a" * 8, bind="127.0.0.1")
+    options = LeadOptions(2, 2, "a-token-that-was-made", bind="127.0.0.1")
     for is_check in (True, False):
         with pytest.raises(KeyboardInterrupt):
             lead_script(Script(script), {"devices": "cpu"}, options, is_check=is_check)
     (run,) = seen
+    assert any("uneven join 127.0.0.1:" in text for text in logged)
+    assert not any(options.token in text for text in logged)
+    assert options.token in capsys.readouterr().err
     assert (run.record["phase"], run.record["script"], run.leader) == (lead.WAITING, str(script), None)
     assert live_runs() == []
     assert [(one["id"], one["result"]) for one in ended_runs()] == [(run.id, STOPPED)]

@@ -96,6 +96,18 @@ def test_a_reader_follows_a_log_that_moves_and_reads_one_that_goes_to_its_end(tm
     reader.close()
 
 
+def test_a_runs_folder_and_its_logs_are_for_its_user_alone(tmp_path: Path) -> None:
+    """Everybody on the machine could read what a script prints."""
+    make_out_folder(tmp_path / "runs" / "one")
+    log = LogFile(tmp_path / "log", most_bytes=20)
+    log.write(["a", "b"])
+    log.move(tmp_path / "runs" / "one" / "logs" / "rank-0.log")
+    log.write(["c"])
+    found = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "runs").rglob("*")}
+    assert found.pop(".uneven") == 0o644 & 0o077
+    assert found == {"one": 0, "logs": 0, "rank-0.log": 0, "rank-0.log.1": 0}
+
+
 def test_a_log_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     log = LogFile(tmp_path / "logs" / "rank-0.log")

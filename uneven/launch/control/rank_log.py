@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 from weakref import WeakSet
 
 from uneven.files import is_closed
@@ -76,8 +76,8 @@ class LogFile:
                 return
             for old, new in ((_older(before), _older(path)), (before, path)):
                 if old.exists():
-                    path.parent.mkdir(exist_ok=True)
-                    with new.open("ab") as file:
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    with _open(new) as file:
                         file.write(old.read_bytes())
                     old.unlink()
 
@@ -85,14 +85,14 @@ class LogFile:
         assert self._path is not None, "the caller has looked"
         if not data:
             return
-        self._path.parent.mkdir(exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        with _open(self._path) as file:
             if file.tell() and file.tell() + len(data) > self._most_bytes:
                 self._path.replace(_older(self._path))
             else:
                 file.write(data)
                 return
-        with self._path.open("ab", buffering=0) as file:
+        with _open(self._path) as file:
             file.write(data)
 
     def renew_lock(self) -> None:
@@ -109,6 +109,11 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _open(path: Path) -> BinaryIO:
+    """For this user alone: nobody knows what a script prints."""
+    return open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _older(path: Path) -> Path:

@@ -284,10 +284,13 @@ def _reached(node: RemoteNode, number: int) -> dict[str, Any]:
 
 
 def _announce(door: Door, options: LeadOptions, devices: Sequence[Device], reporter: Reporter) -> None:
-    """The one line for the other machines. A token that the user gave is known to the user, and is not repeated."""
+    """The one line for the other machines. A token that the user gave is known to the user, and is not repeated; one
+    that was made is printed, and in no log."""
     token = f" --token {options.token}" if options.shows_token else ""
     lines = [f"uneven: {host_label()} leads with {','.join(map(str, devices))} at {door.address}"]
     if not options.hosts:
         known = "" if options.shows_token else " (with the token that was given here)"
         lines += [f"on {options.others}, in the script's folder{known}:", f"  uneven join {door.place}{token}"]
-    reporter.say(lines)
+    reporter.say(
+        lines, [line.removesuffix(token) + " --token ..." * line.endswith(token) for line in lines] if token else None
+    )
