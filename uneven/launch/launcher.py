@@ -78,6 +78,7 @@ def run_ranks(
             watch.wait(requests)
             return collect(folder)
     finally:
+        reporter.leave_bars()
         listing.clear()
         del store
 

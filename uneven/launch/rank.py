@@ -38,7 +38,7 @@ def main(folder: Path, number: int) -> None:
     sigterm = RankSignal(signal.SIGTERM, Terminated)
     plan = json.loads((folder / f"plan-{number}.json").read_text())
     record_pid(folder, number)
-    begin_log(folder / LOGS / rank_file(plan["rank"]))
+    begin_log(folder / LOGS / rank_file(plan["rank"]), folder)
     watch_launcher(folder, plan["launcher_pid"])
     code = 0
     context: ProcessContext | None = None

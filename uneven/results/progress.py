@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -62,12 +63,13 @@ class Reporter:
         self._title = title
         self._log: Callable[[Sequence[str]], None] | None = None  # keeps the lines, too
         self._said: list[str] = []  # before there was one
-        self._console = _console(Terminal())
+        self._bar: Progress | None = None
+        self._terminal = Terminal(rows=self._rows)
         stream: Any = sys.stderr
         if style == "bar" and hasattr(stream, "terminal"):
             # What this process prints is kept in a log (launch/control/rank_log.py), which is no place for bars.
-            self._console, self._log = _console(Terminal(stream.terminal)), stream.log.write
-        self._bar: Progress | None = None
+            self._terminal, self._log = Terminal(stream.terminal, self._rows), stream.log.write
+        self._console = Console(file=cast(TextIO, self._terminal), highlight=False)
         self._headings: dict[int, TaskID] = {}  # of machines, where there are several
         self._epochs = 0
         self._shown_epochs = 0  # of the history in rank 0's heartbeats
@@ -96,6 +98,14 @@ class Reporter:
         """Hand all lines to a log, those that were said already included."""
         log(self._said)
         self._log, self._said = log, []
+
+    def share_terminal(self, folder: Path) -> None:
+        """Ranks write to this terminal, too, or draw its bars: all of them know this folder."""
+        self._terminal.folder = folder
+
+    def leave_bars(self) -> None:
+        """No process of the run is left: what follows is below the bars of one that was ended while it drew them."""
+        self._terminal.leave_bars()
 
     def started(self, axis: Axis, place: str) -> None:
         del place
@@ -163,6 +173,12 @@ class Reporter:
             self._bar = None
         if self._block is not None:
             self._block.close()
+
+    def _rows(self) -> int | None:
+        """How many rows of bars this process draws; None where it draws none."""
+        if self._bar is None or self._block is not None or not self._console.is_interactive:
+            return None
+        return min(len(self._bar.tasks), self._console.size.height) if self._bar.live.is_started else 0
 
     def _open(self, total: int | None, titles: Sequence[str]) -> None:
         """Without a total the run has not begun, or trains on a stream without length: nothing to take a part of."""
@@ -293,10 +309,6 @@ def _keep_prints() -> None:
         kept: Any = getattr(stream, "rich_proxied_file", None)
         if hasattr(kept, "log"):
             setattr(sys, name, type(kept)(stream, kept.log))  # rich puts back the one that was there before it
-
-
-def _console(terminal: Terminal) -> Console:
-    return Console(file=cast(TextIO, terminal), highlight=False)
 
 
 class _TextColumn(ProgressColumn):

@@ -5,6 +5,7 @@ left alone: with it the run would end, whatever the library does.
 """
 
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 from uneven.bench.chaos.plan import Fault, check_ranks, draw_plan
 from uneven.bench.chaos.processes import DisturbedRun, Observer
 from uneven.bench.chaos.report import ChaosReport, Injected, read_results
+from uneven.results.terminal import share
 
 POLL_S = 0.02
 WORDS = {
@@ -75,6 +77,7 @@ class _Chaos:
         self._generation = 0  # that has settled
         self._unsettled: list[tuple[float, Injected]] = []
         self._handlers: dict[int, Any] = {}
+        self._stderr = sys.stderr
 
     def __enter__(self) -> "_Chaos":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -82,6 +85,7 @@ class _Chaos:
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.stderr = self._stderr
         self.report.code = self._run.close()
         if self._observer is not None:
             self._observer.close()
@@ -113,6 +117,7 @@ class _Chaos:
         folder = self._run.find_ranks()
         if folder is None:
             return
+        sys.stderr = share(sys.stderr, folder)  # for what is said from here on
         self.report.ranks = len(self._run.ranks)
         check_ranks(self._order.given, self.report.ranks)
         self._observer = Observer(folder)

@@ -81,7 +81,9 @@ class Listing:
             describe_run(self.folder, **self.about)
 
     def attach(self, reporter: "Reporter") -> None:
-        """Keep the lines that this process says about the run, unless all that it prints is kept already."""
+        """Keep the lines that this process says about the run, unless all that it prints is kept already. They stand
+        above the bars of its ranks."""
+        reporter.share_terminal(self.folder)
         if own_log() is None:
             reporter.keep_in(self.log.write)
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TextIO
 from weakref import WeakSet
 
 from uneven.files import is_closed
+from uneven.results.terminal import SharedTerminal, share
 
 FOLDER = "logs"  # below `out`, and below the private folder of a run
 LAUNCHER = "launcher.log"
@@ -153,6 +154,8 @@ class Tee:
     def end_line(self) -> None:
         """The process ends: what has no line end yet is a line, too."""
         rest, self._rest = self._rest, ""
+        if isinstance(self.terminal, SharedTerminal):
+            self.terminal.end_line()
         if rest:
             self.log.write([rest.rpartition("\r")[2]])
 
@@ -160,9 +163,13 @@ class Tee:
         return getattr(self.terminal, name)
 
 
-def begin_log(path: Path | None) -> LogFile:
-    """In a process of ours, before anything of the user's runs: keep what it prints."""
+def begin_log(path: Path | None, folder: Path | None = None) -> LogFile:
+    """In a process of ours, before anything of the user's runs: keep what it prints.
+
+    `folder`: of the run, where other processes of it write to the same terminal."""
     log = LogFile(path)
+    if folder is not None:
+        sys.stdout, sys.stderr = share(sys.stdout, folder), share(sys.stderr, folder)
     sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     return log
 

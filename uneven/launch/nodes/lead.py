@@ -229,6 +229,7 @@ class Leader:
                 return unused_ranks(folder)
         finally:
             listing.on_shown = lambda _: None
+            self._reporter.leave_bars()
             listing.clear()
             del store
 
