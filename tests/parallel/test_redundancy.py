@@ -162,6 +162,9 @@ class FaultyGroup:
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._start(tensor, lambda: self._group.all_reduce(tensor))
 
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return self._start(tensor, lambda: self._group.all_reduce_max(tensor))
+
     def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
         return self._start(tensor, lambda: self._group.broadcast(tensor, owner))
 
