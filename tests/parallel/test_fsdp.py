@@ -151,14 +151,32 @@ def test_a_hook_that_was_there_before_finds_whole_params() -> None:
     assert on_threads(2, rank) == [[True] * 4] * 2
 
 
-@pytest.mark.parametrize("options", [{"create_graph": True}, {"retain_graph": True}])
-def test_a_second_backward_of_one_forward_is_refused(options: Any) -> None:
-    """A gradient penalty, or gradients of the input that weigh the loss: params are gone when backward comes again."""
-    strategy = wrapped(SoloGroup(), Tower())
+def backward_of_gradients(module: nn.Module, option: str) -> None:
     x = batch(0).requires_grad_()
-    loss = strategy.module(x).square().sum()
-    with pytest.raises(InputError, match=r"a forward has one backward.*use strategy='zero2'"):
-        (torch.autograd.grad(loss, x, **options)[0].square().sum() + loss).backward()
+    loss = module(x).square().sum()
+    (torch.autograd.grad(loss, x, **{option: True})[0].square().sum() + loss).backward()
+
+
+def backward_of_two_graphs(module: nn.Module, _: str) -> None:
+    for loss in [module(batch(number)).sum() for number in (0, 1)]:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        pytest.param(backward_of_gradients, "create_graph=True", id="create_graph"),
+        pytest.param(backward_of_gradients, "second backward since the last forward", id="retain_graph"),
+        pytest.param(backward_of_two_graphs, "second backward since the last forward", id="two graphs"),
+    ],
+)
+def test_a_second_backward_is_refused(call: Any, words: str, request: pytest.FixtureRequest) -> None:
+    """A gradient penalty, gradients of the input that weigh the loss, a forward before the last one's backward: params
+    are gone when backward comes again.
+    """
+    strategy = wrapped(SoloGroup(), Tower())
+    with pytest.raises(InputError, match=rf"{words}.*use strategy='zero2'"):
+        call(strategy.module, request.node.callspec.id)
     strategy.module(batch(0)).sum().backward()  # the next one is whole
 
 

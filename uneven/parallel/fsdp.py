@@ -237,10 +237,15 @@ class FSDP(TakesOptimizer, SurvivesLosses):
                 tensor.register_hook(pre_backward)
 
     def _gradient_came(self, place: int) -> None:
-        if torch.is_grad_enabled() or self._unshard_order.is_over:
+        if torch.is_grad_enabled():
             raise InputError(
-                "strategy='fsdp': a forward has one backward, and none with create_graph=True (torch.autograd.grad in "
-                "the loss, as in a gradient penalty): params are gathered for one only; use strategy='zero2'"
+                "strategy='fsdp': create_graph=True (torch.autograd.grad in the loss, as in a gradient penalty) needs "
+                "params again, and they are gathered for one backward; use strategy='zero2'"
+            )
+        if self._unshard_order.is_over:
+            raise InputError(
+                "strategy='fsdp': this is the second backward since the last forward, and params are gathered for one: "
+                "call backward after each forward, or once on the sum of the losses, or use strategy='zero2'"
             )
         self._pre_backward(place)
 
