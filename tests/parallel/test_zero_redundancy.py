@@ -248,22 +248,32 @@ def test_uneven_inputs_need_no_join() -> None:
         torch.testing.assert_close(params, dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
 
 
-def test_state_that_is_made_at_once_is_sharded_too() -> None:
-    plain_model = tower()
-    plain = Adagrad(plain_model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+@pytest.mark.parametrize("frozen", [(), ("0.weight", "2.bias")])
+def test_state_that_is_made_at_once_is_sharded_too(frozen: tuple[str, ...]) -> None:
+    """Of frozen params Adagrad has one as well."""
+
+    def make() -> tuple[nn.Sequential, Adagrad]:
+        model = tower()
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return model, Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+
+    plain_model, plain = make()
     run(plain_model, plain, 1)
 
     def rank(group: ThreadGroup) -> tuple[dict[str, Tensor], Any]:
         """Made and trained before it is sharded."""
-        model = tower()
-        optimizer = Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+        model, optimizer = make()
         run(model, optimizer, 1)
         sharded = ShardedOptimizer(optimizer, group)
         state = sharded.state_dict()["state"]
+        sharded.load_state_dict(sharded.state_dict())
+        assert_equal(sharded.state_dict()["state"], state)
         return run(model, sharded, 2), state
 
     saved = copy.deepcopy(plain.state_dict()["state"])
     expected = run(plain_model, plain, 2)
     for params, state in on_threads(2, rank):
+        assert list(state) == list(saved)
         assert_equal(state, saved)
         assert_equal(params, expected)

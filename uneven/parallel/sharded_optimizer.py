@@ -23,6 +23,7 @@ from uneven.parallel.elementwise import is_elementwise, is_known, refuse_by_elem
 from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind, ranks_held
 from uneven.parallel.group_settings import GroupSettings
 from uneven.parallel.optimizer_state import gather_state, shard_state
+from uneven.parallel.strategy import on_host
 from uneven.policy.redundancy import Copies
 
 Held = dict[nn.Parameter, tuple[Shard, nn.Parameter]]  # a rank's shards, and what the inner optimizer updates
@@ -90,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         self._is_fixed = flat_shards is not None
         self._compares_settings = self._group.world_size > 1 and not is_known(optimizer)
         self._takes_closure = "closure" in inspect.signature(optimizer.step).parameters
-        before = {param: dict(state) for param, state in optimizer.state.items()}
+        before: dict[Any, dict[str, Any]] = {param: dict(state) for param, state in optimizer.state.items()}
         optimizer.state.clear()
         self.flat_shards: list[FlatShards] = [] if flat_shards is None else list(flat_shards)
         if flat_shards is None:
@@ -106,6 +107,8 @@ class ShardedOptimizer(Optimizer):
         for shard, optimized in self._all_held():
             if shard.param in before:  # an optimizer that makes its state at once, or that was trained before
                 optimizer.state[optimized] = shard_state(before[shard.param], shard, self.by_tensors)
+        # Adagrad has a state for frozen params too. They are never updated: every rank keeps it whole.
+        self._frozen_state = {param: state for param, state in before.items() if param not in self._sharded_params}
 
     @property
     def inner(self) -> Optimizer:
@@ -276,7 +279,10 @@ class ShardedOptimizer(Optimizer):
         self._settings.hand_down()
         self._settings.take_up()
         self.inner.state.clear()
+        self._frozen_state.clear()
         for place, state in state_dict["state"].items():
+            if params[int(place)] not in self._sharded_params:
+                self._frozen_state[params[int(place)]] = on_host(state)
             for held in self._held:
                 if (found := held.get(params[int(place)])) is not None:
                     shard, optimized = found
@@ -298,7 +304,8 @@ class ShardedOptimizer(Optimizer):
             for settings in self.param_groups
         ]
         full = gather_state(group or self._group, self._all_params(), own, self.by_tensors)
-        return {"state": full, "param_groups": groups}
+        full |= {places[param]: on_host(state) for param, state in self._frozen_state.items() if param in places}
+        return {"state": dict(sorted(full.items())), "param_groups": groups}
 
     def _all_held(self) -> Iterator[tuple[Shard, nn.Parameter]]:
         """Every shard that this rank updates, with what the inner optimizer has in place of its param."""
