@@ -124,7 +124,7 @@ def _run_by_plan(script: Script, given: dict[str, Any]) -> None:
 
 def _run_on_engine(engine: str, script: Script, settings: dict[str, Any], machines: "LeadOptions | None") -> None:
     if engine != "ray":
-        raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option")
+        raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun and PyTorchJob need no option")
     if machines is not None:
         raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
     from uneven.launch.external.ray_engine import run_on_ray
