@@ -33,7 +33,7 @@ class Setup:
     blocks: int
     width: int
     kind: str
-    segment: int  # blocks in a checkpoint; 0 is none
+    segment: int  # blocks in a checkpoint; 0 is none, below 0 on even ranks alone
     bucket_mb: float | None
     shares: tuple[float, ...]  # of the state
     optimizer: str
@@ -51,7 +51,7 @@ class Setup:
             blocks,
             own.randint(1, 12),
             own.choice(("plain", "gated", "frozen", "branches")),
-            own.choice((0, 0, 1, 4)),
+            own.choice((0, 0, 1, 4, -1, -3)),
             own.choice(BUCKETS_MB),
             _shares(own, ranks),
             own.choice(sorted(OPTIMIZERS)),
@@ -88,9 +88,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, rank: int = 0) -> None:
         super().__init__()
         self.setup = setup
+        self.segment = setup.segment if rank % 2 else abs(setup.segment)
         self.first, self.last = nn.Linear(3, setup.width), nn.Linear(setup.width, 2)
         self.blocks = nn.ModuleList(Block(setup, number) for number in range(setup.blocks))
         self.double()
@@ -107,10 +108,10 @@ class Net(nn.Module):
             left, right = self._through(0, half, hidden, gate), self._through(half, self.setup.blocks, hidden, gate)
             hidden = left * right
         else:
-            size = self.setup.segment or self.setup.blocks
+            size = self.segment if self.segment > 0 else self.setup.blocks
             for begin in range(0, self.setup.blocks, size):
                 end = min(begin + size, self.setup.blocks)
-                if self.setup.segment:
+                if self.segment > 0:
                     hidden = checkpoint(self._through, begin, end, hidden, gate, use_reentrant=False)
                 else:
                     hidden = self._through(begin, end, hidden, gate)
@@ -124,7 +125,7 @@ class Net(nn.Module):
 
 
 def wrapped(setup: Setup, group: Group) -> Strategy:
-    model, make = Net(setup), OPTIMIZERS[setup.optimizer]
+    model, make = Net(setup, group.rank), OPTIMIZERS[setup.optimizer]
     options: dict[str, Any] = {"shares": setup.shares, "bucket_mb": setup.bucket_mb}
     if setup.strategy == "ddp":
         return DDPFlat(model, make, group)

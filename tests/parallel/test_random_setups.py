@@ -19,7 +19,7 @@ SAMPLES = (((3, 0, 4), (0, 0, 2)), ((0, 5, 0), (1, 1, 1)), ((2, 2, 0), (0, 3, 3)
 
 
 @pytest.mark.parametrize("bucket_mb", [0, None])
-@pytest.mark.parametrize(("kind", "segment"), [("plain", 0), ("gated", 0), ("gated", 4), ("branches", 0)])
+@pytest.mark.parametrize(("kind", "segment"), [("plain", 0), ("gated", -3), ("gated", 4), ("branches", 0)])
 def test_all_ranks_start_all_collectives_of_fsdp_in_one_order(
     kind: str, segment: int, bucket_mb: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
