@@ -44,6 +44,17 @@ def check_slices(devices: Sequence[Device]) -> None:
         )
 
 
+def name_slice(device: Device) -> str | None:
+    """The slice that this process computes on: the launcher's, or one of the user's own daemon; None for a whole GPU.
+
+    A slice of 100 % is one, too: it goes through MPS.
+    """
+    if device.percent is not None:
+        return str(device)
+    percentage = os.environ.get(PERCENTAGE) if device.kind == "cuda" else None
+    return f"{device} ({PERCENTAGE}={percentage})" if percentage else None
+
+
 def oversubscribed(devices: Sequence[Device]) -> str | None:
     """A warning if the slices of a GPU add up to more than 100 %, which MPS allows; else None."""
     sums: dict[str, int] = {}

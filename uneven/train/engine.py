@@ -33,6 +33,7 @@ from uneven.step.finite import Fault, Verdict
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
+from uneven.step.products import check_slice
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
 from uneven.timeline.record import Recorder
@@ -59,6 +60,7 @@ class Engine:
         self.device = torch.device(rank_info.device.torch_name)
         seed_random(config.seed, is_own_loop=is_own_loop)
         self.model = build_model(task, config, self.device, rank_info.world_size)
+        check_slice(rank_info.device, config.precision, self.model)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
         # On one device BatchNorm sees all samples of the batch anyway.
         self.batchnorm_sync = (
