@@ -123,6 +123,50 @@ def test_files_and_functions_stay_small() -> None:
                 assert (node.end_lineno or 0) - node.lineno <= 70, f"{path}: {node.name} is too long"
 
 
+# Rooms whose modules each stand for one thing of a kind, however short: verbs, models, files of a template.
+SHORT_IS_RIGHT = {"cli", "bench/models", "templates"}
+NOT_YET: set[str] = {  # rooms that were written before these rules
+    *("api", "average", "bench", "cli", "comm", "data", "graph", "install", "launch", "machines", "parallel", "plan"),
+    *("policy", "results", "simulate", "step", "timeline", "train"),
+}
+
+
+def test_a_short_module_with_one_importer_beside_it_is_part_of_that() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    importers: dict[str, set[Path]] = {name: set() for name in modules}
+    for path in FILES:
+        for name in {name for name in imported_modules(path) if name in modules and modules[name] != path}:
+            importers[name].add(path)
+    for name, path in modules.items():
+        folder = str(path.parent.relative_to(PACKAGE))
+        if path.name != "__init__.py" and folder not in SHORT_IS_RIGHT and room_of(path) not in NOT_YET:
+            is_alone = [user.parent for user in importers[name]] == [path.parent]
+            assert path.read_text().count("\n") >= 120 or not is_alone, f"{name}: only {importers[name]} imports it"
+
+
+def packed_lines(path: Path) -> Iterator[str]:
+    for node in nodes_of(path):
+        where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                parts = target.elts if isinstance(target, ast.Tuple) else []
+                attributes = [part for part in parts if isinstance(part, ast.Attribute)]
+                if len(attributes) > 2 or (len(parts) > 2 and isinstance(node.value, ast.Tuple)):
+                    yield f"{where} assigns {len(parts)} at once"
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = len(node.args.args) - 1 + len(node.args.kwonlyargs)
+            if given > 6:
+                yield f"{where}: a constructor with {given} parameters"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            is_bundle = any(isinstance(argument, ast.Starred) for argument in node.args)
+            if is_bundle and node.func.id[:1].isupper():
+                yield f"{where} gives {node.func.id} a bundle of arguments by position"
+
+
+def test_statements_are_not_packed_and_constructors_take_few_arguments_by_name() -> None:
+    assert [line for path in FILES if room_of(path) not in NOT_YET for line in packed_lines(path)] == []
+
+
 # What docstrings and comments cite: files, and notes by their names. A note itself goes on with a sentence.
 ELSEWHERE = {"sitecustomize.py"}  # of Python itself
 CITED_FILE = re.compile(r"(?<![\w/.-])[\w/]+\.py\b")
