@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from uneven.bench.efficiency.measure import EfficiencyOrder, PairsBar, measure_efficiency
-from uneven.simulate.cluster import Cluster, Job, Link, Policy, RankKind
-from uneven.simulate.engine import simulate
+from uneven.simulate.cluster import Cluster, Job, Policy, RankKind
+from uneven.simulate.links import Link
+from uneven.simulate.simulation import simulate
 
 REAL: dict[Policy, str] = {
     "equal": "torch-ddp",

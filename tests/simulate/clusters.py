@@ -1,6 +1,7 @@
 """Clusters that the tests of the simulation share."""
 
-from uneven.simulate.cluster import Cluster, Link, RankKind
+from uneven.simulate.cluster import Cluster, RankKind
+from uneven.simulate.links import Link
 
 FREE = Link(1e9, 0.0)
 FAST, SLOW = RankKind("fast", 0.0, 40 / 64), RankKind("slow", 0.0, 100 / 64)  # 40 and 100 ms a batch of 64

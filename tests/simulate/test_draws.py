@@ -5,9 +5,10 @@ import math
 import pytest
 
 from tests.simulate.clusters import mixed
-from uneven.simulate.cluster import Job, Link, Policy
-from uneven.simulate.draws import Draws
-from uneven.simulate.engine import simulate
+from uneven.simulate.cluster import Job, Policy
+from uneven.simulate.links import Link
+from uneven.simulate.members import Draws
+from uneven.simulate.simulation import simulate
 
 
 def test_normal_numbers_have_their_mean_and_deviation() -> None:

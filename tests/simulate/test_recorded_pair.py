@@ -2,8 +2,9 @@
 
 import pytest
 
-from uneven.simulate.cluster import Cluster, Job, Link, Policy, RankKind
-from uneven.simulate.engine import simulate
+from uneven.simulate.cluster import Cluster, Job, Policy, RankKind
+from uneven.simulate.links import Link
+from uneven.simulate.simulation import simulate
 
 # ResNet-20 at 128 with captured steps on cuda:0%60,cuda:0%24: samples/s of each slice alone, what a round took of the
 # fast one's own time, and the transport of its host sums: 0.275 ms for 4 kB, 9.5 ms for 100 MB.

@@ -9,8 +9,8 @@ import pytest
 from uneven.cli.simulate import read_file
 from uneven.errors import InputError
 from uneven.simulate.cluster import POLICIES, Job
-from uneven.simulate.engine import simulate
 from uneven.simulate.scenario import read_scenario
+from uneven.simulate.simulation import simulate
 from uneven.simulate.window_run import local_config
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))

@@ -5,8 +5,9 @@ import pytest
 from tests.policy import cluster as slots
 from tests.policy.simulation import Simulation
 from uneven.policy.windows import LocalSGDConfig
-from uneven.simulate.cluster import Cluster, Job, Link, RankKind
-from uneven.simulate.engine import simulate
+from uneven.simulate.cluster import Cluster, Job, RankKind
+from uneven.simulate.links import Link
+from uneven.simulate.simulation import simulate
 
 SHORT = "a gap of 2.5"
 CLUSTERS = {

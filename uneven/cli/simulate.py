@@ -13,7 +13,7 @@ from uneven.errors import InputError
 
 if TYPE_CHECKING:
     from uneven.simulate.cluster import Cluster, Job, Policy
-    from uneven.simulate.engine import Simulated
+    from uneven.simulate.simulation import Simulated
 
 MANY = 50  # ranks from which on a line says what is being simulated
 
@@ -105,7 +105,7 @@ def to_json(title: str, cluster: "Cluster", job: "Job", found: "list[Simulated]"
 
 
 def _result_json(one: "Simulated") -> dict[str, Any]:
-    from uneven.simulate.engine import STATES
+    from uneven.simulate.tally import STATES
 
     numbers = ("policy", "seconds", "seconds_per_epoch", "samples", "samples_per_s", "efficiency", "rounds")
     rest = ("limits", "failures", "joins", "trained_again", "counts", "shares", "over_time")
@@ -120,7 +120,7 @@ def _result_json(one: "Simulated") -> dict[str, Any]:
 
 def kinds_of(one: "Simulated") -> list[dict[str, Any]]:
     """Per kind of device: how many ranks were ever there, their part of all samples, and their time by state."""
-    from uneven.simulate.engine import STATES
+    from uneven.simulate.tally import STATES
 
     places: dict[str, list[int]] = {}
     for rank, name in enumerate(one.kinds):
@@ -145,7 +145,7 @@ def _check_page(page: Path) -> None:
 
 
 def _simulate_one(cluster: "Cluster", job: "Job", policy: "Policy", hours: float) -> "Simulated":
-    from uneven.simulate.engine import simulate as run
+    from uneven.simulate.simulation import simulate as run
 
     if not hours > 0.0:
         raise InputError(f"--hours {hours:g} must be above 0")

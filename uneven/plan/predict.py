@@ -13,8 +13,9 @@ from itertools import combinations
 
 from uneven.config import EXACT_POLICIES
 from uneven.plan.probe import Probe, RankProbe
-from uneven.simulate.cluster import POLICIES, Cluster, Job, Link, Policy, RankKind
-from uneven.simulate.engine import Simulated, simulate
+from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy, RankKind
+from uneven.simulate.links import Link
+from uneven.simulate.simulation import Simulated, simulate
 
 ALONE = "alone"  # in place of a policy, where one device trains
 EQUAL = "equal"  # PyTorch's DDP: equal batches, as a comparison

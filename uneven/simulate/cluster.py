@@ -1,7 +1,7 @@
 """What is simulated: devices and what their steps cost, links, what goes wrong, and the job that is trained.
 
 Plain data, checked when it is made: `uneven simulate` reads it from a file, `uneven plan` fills it in with what it
-measured, tests write it down. The engine changes none of it.
+measured, tests write it down. The simulation changes none of it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from math import fsum
 from typing import Literal
 
 from uneven.errors import InputError
+from uneven.simulate.links import Link
 
 Policy = Literal["equal", "sync", "balanced", "cadence", "async"]
 POLICIES: tuple[Policy, ...] = ("equal", "sync", "balanced", "cadence", "async")
@@ -47,20 +48,6 @@ class RankKind:
     def speed(self, batch_size: int) -> float:
         """Samples per second alone, at this batch size."""
         return 1e3 * batch_size / self.time_ms(batch_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What one end sends at the same time as it receives: MB per second (1e6 bytes), and the delay of a message."""
-
-    rate_mb_s: float
-    delay_ms: float
-
-    def __post_init__(self) -> None:
-        if not self.rate_mb_s > 0.0:
-            raise InputError(f"rate_mb_s={self.rate_mb_s} of a link must be above 0")
-        if not self.delay_ms >= 0.0:
-            raise InputError(f"delay_ms={self.delay_ms} of a link must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

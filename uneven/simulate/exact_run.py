@@ -5,43 +5,31 @@ What is left out: see docs/simulate.md. With many ranks and steps one simulated 
 that a run of any size takes about MOST_RANK_STEPS draws; the policy then sees fewer of them.
 """
 
-from math import fsum
-
-from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
-from uneven.simulate.cluster import Job, Policy
-from uneven.simulate.draws import Draws
-from uneven.simulate.links import Links
-from uneven.simulate.members import Member
-from uneven.simulate.tally import Tally
+from uneven.simulate.cluster import Policy
+from uneven.simulate.members import Generation
+from uneven.simulate.tally import COMMUNICATION, COMPUTE, IDLE, WAIT
 
 MOST_RANK_STEPS = 2_000_000
 FIRST_STEPS = 64  # are simulated one by one, whatever their number
-COMPUTE, COMMUNICATION, WAIT, SETTLING, IDLE = range(5)
 
 
 class ExactRun:
     """One generation: the same ranks from slot `position` on. `advance` takes a step, or several alike."""
 
     def __init__(
-        self,
-        job: Job,
-        policy: Policy,
-        axis: Axis,
-        ranks: list[Member],
-        links: Links,
-        draws: Draws,
-        tally: Tally,
-        most_steps: float,
-        before: "ExactRun | None" = None,
+        self, generation: Generation, policy: Policy, most_steps: float, before: "ExactRun | None" = None
     ) -> None:
         """`before`: the generation before it, whose measured costs its ranks keep."""
-        self.axis, self.ranks, self._draws, self._tally = axis, ranks, draws, tally
-        self._job = job
+        self.generation = generation
+        self.axis = generation.axis
+        self.ranks = generation.ranks
+        self._tally = generation.tally
         self.position: int = 0 if before is None else before.position
-        self._sum = links.all_reduce(job.param_bytes)
-        self._speed = fsum(member.kind.speed(job.batch_size) for member in ranks)
+        self._sum = generation.links.all_reduce(generation.job.param_bytes)
+        self._speed = generation.speed
+        ranks = self.ranks
         self.policy: ExactPolicy = self._balanced(before) if policy == "balanced" else Fixed.even(len(ranks))
         self._is_jittery = any(member.kind.jitter for member in ranks)
         self._stride = max(1, int(most_steps * len(ranks) / MOST_RANK_STEPS))
@@ -53,13 +41,13 @@ class ExactRun:
 
     def _balanced(self, before: "ExactRun | None") -> ExactPolicy:
         """As train/exact_policy.py makes it: shares as they are given, or by speed within what memory holds."""
-        job, ranks, slot = self._job, self.ranks, self.axis.slot_size
-        shares = job.shares_of([member.number for member in ranks])
+        job, slot = self.generation.job, self.axis.slot_size
+        shares = job.shares_of(self.generation.numbers)
         if shares is not None:
             return Fixed(shares)
         known = {} if before is None else before.costs()
-        costs = [known.get(member.number, Cost(member.kind.fixed_ms, member.kind.sample_ms)) for member in ranks]
-        caps = None if job.caps is None else tuple(min(slot, job.caps[member.number]) for member in ranks)
+        costs = [known.get(member.number, Cost(member.kind.fixed_ms, member.kind.sample_ms)) for member in self.ranks]
+        caps = None if job.caps is None else tuple(min(slot, job.caps[member.number]) for member in self.ranks)
         return Balanced(tuple(costs), slot, caps)
 
     @property
@@ -82,7 +70,7 @@ class ExactRun:
         shares = self.policy.shares(self._number, slot.samples)
         times_ms = self._times_ms(shares)
         slowest_ms = max(times_ms)
-        hidden_ms = self._job.overlap * slowest_ms
+        hidden_ms = self.generation.job.overlap * slowest_ms
         sum_ms = max(min(self._sum.ms, self._sum.delay_ms), self._sum.ms - hidden_ms)
         step_s = (slowest_ms + sum_ms) / 1e3
         many = self._many(slot.samples, step_s, until_s)
@@ -113,7 +101,7 @@ class ExactRun:
             ]
         if not self._is_jittery:
             return self._base_ms
-        drawn = self._draws.normals(len(self.ranks))
+        drawn = self.generation.draws.normals(len(self.ranks))
         return [
             ms * max(0.1, 1.0 + member.kind.jitter * normal)
             for ms, member, normal in zip(self._base_ms, self.ranks, drawn, strict=True)
@@ -151,15 +139,4 @@ class ExactRun:
         if isinstance(self.policy, Balanced):
             self.policy.settle()
         self._tally.save()
-        spend_evaluation(self._tally, self.ranks, self._job.eval_ms)
-
-
-def spend_evaluation(tally: Tally, ranks: list[Member], eval_ms: float) -> None:
-    """All ranks evaluate at an epoch's end; not training time, so it does not count against the efficiency."""
-    if eval_ms:
-        start_s, end_s = tally.now_s, tally.now_s + eval_ms / 1e3
-        for member in ranks:
-            tally.spend(member.number, IDLE, end_s - start_s)
-            tally.draw(member.number, "idle", start_s, end_s)
-        tally.eval_s += len(ranks) * (end_s - start_s)
-        tally.pass_time(end_s, 0.0)
+        self._tally.evaluate(self.generation.numbers, self.generation.job.eval_ms / 1e3)

@@ -1,4 +1,4 @@
-"""How long a sum over all ranks takes: the formulas of the simulation, after what comm/ does.
+"""Links, and how long a sum over all ranks takes: the formulas of the simulation, after what comm/ does.
 
 With B bytes, n ranks, m machines, k ranks on a machine, rate r and delay d of a link:
 
@@ -12,13 +12,29 @@ With B bytes, n ranks, m machines, k ranks on a machine, rate r and delay d of a
 - "nccl" takes the better of that ring and a tree, 2 B/r + 2 log2(n) d, the logarithm rounded up.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
-from uneven.simulate.cluster import Link
+from uneven.errors import InputError
 
 ROW_BYTES = 8 * 22  # a rank's report in a round, see policy/round_report.py
 CLAIM_MS = 0.1  # a claim at a counter on the same machine
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one end sends at the same time as it receives: MB per second (1e6 bytes), and the delay of a message."""
+
+    rate_mb_s: float
+    delay_ms: float
+
+    def __post_init__(self) -> None:
+        if not self.rate_mb_s > 0.0:
+            raise InputError(f"rate_mb_s={self.rate_mb_s} of a link must be above 0")
+        if not self.delay_ms >= 0.0:
+            raise InputError(f"delay_ms={self.delay_ms} of a link must be 0 or more")
+
+
 NO_LINK = Link(1e9, 0.0)
 
 
@@ -52,12 +68,12 @@ class Links:
         ranks = len(self.machines)
         if ranks == 1:
             return Sum()
-        sizes = _sizes(self.machines)
+        sizes = Counter(self.machines).values()  # ranks of each machine
         if self.backend != "auto":
             return self._flat(size, ranks, len(sizes))
         if len(sizes) == 1:
             return _ring(size, ranks, self.inside, 2)
-        among = Sum() if max(sizes) == 1 else self._up_and_down(size, max(sizes))
+        among = self._up_and_down(size, max(sizes))
         network = _ring(size, len(sizes), self.between or NO_LINK, 2 * (len(sizes) - 1))
         return among + Sum(network.bytes_ms, network.delay_ms, network.ms)
 
@@ -72,6 +88,8 @@ class Links:
         return CLAIM_MS + 2.0 * self.between.delay_ms
 
     def _up_and_down(self, size: int, most: int) -> Sum:
+        if most == 1:
+            return Sum()
         moved_ms = most * size / (1e3 * self.inside.rate_mb_s)
         return Sum(moved_ms, 2.0 * self.inside.delay_ms)
 
@@ -93,11 +111,3 @@ class Links:
 def _ring(size: int, members: int, link: Link, messages: int) -> Sum:
     moved = 2.0 * (members - 1) / members * size
     return Sum(moved / (1e3 * link.rate_mb_s), messages * link.delay_ms)
-
-
-def _sizes(machines: Sequence[int]) -> list[int]:
-    """How many ranks each machine has."""
-    counted: dict[int, int] = {}
-    for machine in machines:
-        counted[machine] = counted.get(machine, 0) + 1
-    return list(counted.values())

@@ -1,15 +1,60 @@
-"""Who takes part in a simulated run, and what happens to them: failures, joins and slowdowns at given rates.
+"""Who takes part in a simulated run, and what chance does to them: failures, joins and slowdowns at given rates.
 
 A member keeps its number for the whole run; the ranks of a generation are the members that are there, in their order.
+Random numbers are the same on every CPU: nothing but uniform numbers, + - * /, roots and comparisons. `random.gauss`
+and `random.expovariate` use log, sin and cos, whose last bit depends on the machine's C library.
 """
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from uneven.simulate.cluster import Cluster, RankKind
-from uneven.simulate.draws import Draws
+from uneven.policy.axis import Axis
+from uneven.simulate.cluster import Cluster, Job, RankKind
 from uneven.simulate.links import Links
+from uneven.simulate.tally import Tally
 
 NEVER = float("inf")
+TABLE_SIZE = 1024
+
+
+def _make_table() -> tuple[float, ...]:
+    """Numbers with mean 0 and deviation 1, close to a normal distribution: each a sum of three uniform ones."""
+    rng = random.Random(0)
+    drawn = [rng.random() + rng.random() + rng.random() - 1.5 for _ in range(TABLE_SIZE // 2)]
+    scale = math.sqrt(len(drawn) / math.fsum(value * value for value in drawn))
+    return tuple([scale * value for value in drawn] + [-scale * value for value in drawn])
+
+
+_TABLE = _make_table()
+
+
+class Draws:
+    """A stream of random numbers of its own, by seed and name."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        self._random = random.Random(f"{seed} {name}").random
+
+    def normals(self, count: int) -> list[float]:
+        uniform, table = self._random, _TABLE
+        return [table[int(TABLE_SIZE * uniform())] for _ in range(count)]
+
+    def exponential(self) -> float:
+        """With mean 1, by comparisons alone (von Neumann's method)."""
+        whole = 0
+        while True:
+            first = last = self._random()
+            falling = 1
+            while (drawn := self._random()) < last:
+                last = drawn
+                falling += 1
+            if falling % 2:
+                return whole + first
+            whole += 1
+
+    def below(self, count: int) -> int:
+        return int(count * self._random())
 
 
 @dataclass(slots=True)
@@ -24,6 +69,31 @@ class Member:
     lost_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The same ranks from one failure or join to the next, and what every generation of a run shares."""
+
+    job: Job
+    axis: Axis
+    ranks: list[Member]
+    links: Links
+    draws: Draws
+    tally: Tally
+
+    @property
+    def numbers(self) -> list[int]:
+        return [member.number for member in self.ranks]
+
+    @property
+    def speed(self) -> float:
+        """Samples per second of these ranks, each alone."""
+        return speed_of(self.ranks, self.job)
+
+
+def speed_of(members: Sequence[Member], job: Job) -> float:
+    return math.fsum(member.kind.speed(job.batch_size) for member in members)
+
+
 class Members:
     """The members of a run and the next thing that happens to them; `take` it when its time has come."""
 
@@ -34,11 +104,15 @@ class Members:
             for number, (kind, machine) in enumerate(zip(cluster.ranks, cluster.machines, strict=True))
         ]
         self._draws = Draws(cluster.seed, "what happens")
-        rates = (cluster.failures_per_hour, cluster.joins_per_hour, cluster.slowdowns_per_hour)
-        self._rates = dict(zip(("failure", "join", "slowdown"), rates, strict=True))
+        self._rates = {
+            "failure": cluster.failures_per_hour,
+            "join": cluster.joins_per_hour,
+            "slowdown": cluster.slowdowns_per_hour,
+        }
         self._next_s = {kind: self._after(kind, 0.0) for kind in self._rates}
         self._recoveries: list[tuple[float, int]] = []
-        self.failures = self.joins = 0
+        self.failures = 0
+        self.joins = 0
 
     @property
     def there(self) -> list[Member]:
@@ -73,7 +147,9 @@ class Members:
             return kind, member
         if len(there) == 1:
             return kind, None  # the last one: the run could not go on, and is not simulated further into ruin
-        member.is_lost, member.lost_s, member.factor = True, at_s, 1.0
+        member.is_lost = True
+        member.lost_s = at_s
+        member.factor = 1.0
         self._recoveries = [one for one in self._recoveries if one[1] != member.number]
         self.failures += 1
         return kind, member

@@ -5,44 +5,28 @@
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.simulate.cluster import Cluster, Job, Link, RankKind
+from uneven.simulate.cluster import Cluster, Job, RankKind
+from uneven.simulate.links import Link
 
-NUMBER, WHOLE, TEXT = "a number", "a whole number", "text"
-DEVICE = {
-    "name": TEXT,
-    "count": WHOLE,
-    "fixed_ms": NUMBER,
-    "sample_ms": NUMBER,
-    "jitter": NUMBER,
-    "round_ms": NUMBER,
-    "memory_gb": NUMBER,
-    "machine": TEXT,
-    "per_machine": WHOLE,
-}
-LINK = {"rate_mb_s": NUMBER, "delay_ms": NUMBER}
-FAULTS = {
-    "failures_per_hour": NUMBER,
-    "joins_per_hour": NUMBER,
-    "slowdowns_per_hour": NUMBER,
-    "slowdown_factor": NUMBER,
-    "slowdown_s": NUMBER,
-    "settle_s": NUMBER,
-}
+NUMBER = "a number"
+WHOLE = "a whole number"
+TEXT = "text"
+DEVICE = {"name": TEXT, "count": WHOLE, "machine": TEXT, "per_machine": WHOLE} | dict.fromkeys(
+    ("fixed_ms", "sample_ms", "jitter", "round_ms", "memory_gb"), NUMBER
+)
+LINK = dict.fromkeys(("rate_mb_s", "delay_ms"), NUMBER)
+RATES = ("failures_per_hour", "joins_per_hour", "slowdowns_per_hour")
+FAULTS = dict.fromkeys((*RATES, "slowdown_factor", "slowdown_s", "settle_s"), NUMBER)
+WHOLE_OF_JOB = ("samples_per_epoch", "batch_size", "global_batch_size", "anchor", "max_anchor")
 JOB = {
-    "samples_per_epoch": WHOLE,
-    "batch_size": WHOLE,
-    "global_batch_size": WHOLE,
-    "epochs": NUMBER,
-    "param_mb": NUMBER,
-    "anchor": WHOLE,
-    "max_anchor": WHOLE,
-    "eval_ms": NUMBER,
+    **dict.fromkeys(WHOLE_OF_JOB, WHOLE),
+    **dict.fromkeys(("epochs", "param_mb", "eval_ms", "overlap"), NUMBER),
     "backend": TEXT,
-    "overlap": NUMBER,
 }
 TOP = {"devices": "", "inside": "", "between": "", "faults": "", "job": "", "seed": WHOLE, "title": TEXT}
 MAX_RANKS = 100_000
@@ -64,10 +48,8 @@ def read_scenario(table: Mapping[str, Any], source: str = "cluster.toml") -> tup
             f"{source}: [between] is missing: {len(set(machines))} machines need the link between them, as in\n"
             "  [between]\n  rate_mb_s = 110\n  delay_ms = 0.3"
         )
-    try:
+    with _located(source):
         return Cluster(kinds, machines, inside, between, seed=table.get("seed", 0), **faults), job
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from None
 
 
 def _job(table: Mapping[str, Any], where: str) -> Job:
@@ -75,10 +57,8 @@ def _job(table: Mapping[str, Any], where: str) -> Job:
     _check(table, known, where, needed=("samples_per_epoch", "batch_size"))
     values = dict(table)
     values["param_bytes"] = int(1e6 * values.pop("param_mb", 0.0))
-    try:
+    with _located(where):
         return Job(**values)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _devices(entries: object, source: str) -> tuple[tuple[RankKind, ...], tuple[int, ...]]:
@@ -114,7 +94,7 @@ def _devices(entries: object, source: str) -> tuple[tuple[RankKind, ...], tuple[
 
 def _kind(entry: Mapping[str, Any], where: str) -> RankKind:
     memory = entry.get("memory_gb")
-    try:
+    with _located(where):
         return RankKind(
             name=entry["name"],
             fixed_ms=float(entry.get("fixed_ms", 0.0)),
@@ -123,14 +103,19 @@ def _kind(entry: Mapping[str, Any], where: str) -> RankKind:
             memory_bytes=None if memory is None else int(1e9 * memory),
             round_ms=float(entry.get("round_ms", 0.0)),
         )
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _link(table: Mapping[str, Any], where: str) -> Link:
     _check(table, LINK, where, needed=("rate_mb_s",))
-    try:
+    with _located(where):
         return Link(float(table["rate_mb_s"]), float(table.get("delay_ms", 0.0)))
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Errors name the place in the file."""
+    try:
+        yield
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 

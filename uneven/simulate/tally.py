@@ -1,8 +1,10 @@
 """What is counted while a run is simulated: every member's time by state, samples, lanes, and efficiency over time."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 STATES = ("compute", "communication", "wait", "settling", "idle")
+COMPUTE, COMMUNICATION, WAIT, SETTLING, IDLE = range(len(STATES))
 LANES = 16  # members that are drawn, at even distances
 LANE_SPANS = 600  # of one lane, from the run's beginning
 POINTS = 120  # of the efficiency over time
@@ -34,7 +36,8 @@ class Tally:
         self.again = 0
         self.rounds = 0
         self.eval_s = 0.0  # of all members' time
-        self.sums_between_s = self.sums_s = 0.0  # of the time of sums, what the network between machines took
+        self.sums_s = 0.0
+        self.sums_between_s = 0.0  # of the time of sums, what the network between machines took
         self.trained: list[int] = []
         self.spent: list[list[float]] = []  # by member, in the order of STATES
         self.lanes: list[Span] = []
@@ -66,8 +69,19 @@ class Tally:
     def is_drawn(self, number: int) -> bool:
         return self._drawn.get(number, LANE_SPANS) < LANE_SPANS
 
-    def spend(self, number: int, state: int, seconds: float) -> None:
-        self.spent[number][state] += seconds
+    def spend(self, members: Sequence[int], state: int, until_s: float) -> None:
+        """All of them do the same until this moment, to which `pass_time` moves the clock."""
+        for number in members:
+            self.spent[number][state] += until_s - self.now_s
+            self.draw(number, STATES[state], self.now_s, until_s)
+
+    def evaluate(self, members: Sequence[int], seconds: float) -> None:
+        """At an epoch's end; not training time, so it does not count against the efficiency."""
+        if seconds:
+            end_s = self.now_s + seconds
+            self.spend(members, IDLE, end_s)
+            self.eval_s += len(members) * (end_s - self.now_s)
+            self.pass_time(end_s, 0.0)
 
     def train(self, number: int, samples: int) -> None:
         self.trained[number] += samples

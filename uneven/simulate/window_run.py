@@ -11,17 +11,13 @@ import heapq
 from collections.abc import Sequence
 from math import fsum, sqrt
 
-from uneven.policy.axis import Axis
 from uneven.policy.claims import HANDOVER_MS, Claiming
 from uneven.policy.late import ENOUGH, is_late
 from uneven.policy.round_report import RoundReport
 from uneven.policy.windows import LocalSGDConfig, Windows
 from uneven.simulate.cluster import Job
-from uneven.simulate.draws import Draws
-from uneven.simulate.exact_run import COMMUNICATION, COMPUTE, IDLE, WAIT, spend_evaluation
-from uneven.simulate.links import Links
-from uneven.simulate.members import Member
-from uneven.simulate.tally import Tally
+from uneven.simulate.members import Generation
+from uneven.simulate.tally import COMMUNICATION, COMPUTE, IDLE, WAIT
 
 
 def local_config(job: Job, is_async: bool, shares: tuple[float, ...] | None = None) -> LocalSGDConfig:
@@ -33,37 +29,30 @@ def local_config(job: Job, is_async: bool, shares: tuple[float, ...] | None = No
 class WindowRun:
     """One generation: the same ranks from slot `position` on. `advance` trains a window and ends with its round."""
 
-    def __init__(
-        self,
-        job: Job,
-        is_async: bool,
-        axis: Axis,
-        ranks: list[Member],
-        links: Links,
-        draws: Draws,
-        tally: Tally,
-        before: "WindowRun | None" = None,
-    ) -> None:
+    def __init__(self, generation: Generation, is_async: bool, before: "WindowRun | None" = None) -> None:
         """`before`: the generation before it, whose controller its ranks go on with."""
-        self.axis, self.ranks, self._job, self._draws, self._tally = axis, ranks, job, draws, tally
+        job, ranks = generation.job, generation.ranks
+        self.generation = generation
+        self.axis = generation.axis
+        self.ranks = ranks
+        self._tally = generation.tally
         self._is_async = is_async
-        self._sum = links.round(job.param_bytes)
-        self._speed = fsum(member.kind.speed(job.batch_size) for member in ranks)
+        self._sum = generation.links.round(job.param_bytes)
+        self._speed = generation.speed
         slot_ms = [member.kind.time_ms(job.batch_size) for member in ranks]
         self._slot_ms = slot_ms
-        shares = None if is_async else job.shares_of([member.number for member in ranks])
-        config = local_config(job, is_async, shares)
-        self.windows = Windows(config, len(ranks), axis.slot_size, self._next_event, list(slot_ms))
+        config = local_config(job, is_async, None if is_async else job.shares_of(generation.numbers))
+        self.windows = Windows(config, len(ranks), self.axis.slot_size, self._next_event, list(slot_ms))
         if before is not None:
             places = {member.number: place for place, member in enumerate(before.ranks)}
-            self.windows.go_on(before.windows.state_dict(), [places.get(member.number) for member in ranks])
+            self.windows.go_on(before.windows.state_dict(), [places.get(number) for number in generation.numbers])
         self.windows.resume_at(0 if before is None else before.position)
         self._position: int | None = None
-        self._free_ms = [1e3 * tally.now_s] * len(ranks)
+        self._free_ms = [1e3 * generation.tally.now_s] * len(ranks)
         self._arrival_ms = 0.0  # of the last round
         self._latency_ms = [0.0] * len(ranks)
         self.last_samples = [0] * len(ranks)
-        self._trips_ms = [links.claim_ms(rank) for rank in range(len(ranks))]
+        self._trips_ms = [generation.links.claim_ms(rank) for rank in range(len(ranks))]
         self._claims_ms: dict[tuple[float, float, int], float] = {}
         self._half_ms = [0.5 * member.kind.round_ms for member in ranks]
 
@@ -93,8 +82,9 @@ class WindowRun:
         self.windows.note(reports)
         self._tally.rounds += 1
         if self.windows.passed != passed and self.axis.ends_epoch(self.windows.passed):
-            spend_evaluation(self._tally, self.ranks, self._job.eval_ms)
-            self._free_ms = [ms + self._job.eval_ms for ms in self._free_ms]
+            eval_ms = self.generation.job.eval_ms
+            self._tally.evaluate(self.generation.numbers, eval_ms / 1e3)
+            self._free_ms = [ms + eval_ms for ms in self._free_ms]
         self._tally.mark()
 
     def _next_event(self, slot: int) -> int:
@@ -106,7 +96,7 @@ class WindowRun:
         Their number is that of this very window, which is shorter than `counts` where an epoch ends. Of async it is
         what the window's slots divided by speed would be: how many a rank claims follows from the times drawn here.
         """
-        drawn = self._draws.normals(len(self.ranks))
+        drawn = self.generation.draws.normals(len(self.ranks))
         return [
             ms * member.factor * max(0.1, 1.0 + member.kind.jitter * normal / sqrt(max(1, count)))
             for ms, member, normal, count in zip(self._slot_ms, self.ranks, drawn, self.windows.cut(), strict=True)
@@ -291,7 +281,7 @@ class WindowRun:
         """The last slot of an epoch may be short; this rank has the window's last slot. Returns the ms that it saves.
 
         The time of the missing samples is drawn with that of their slot: an undrawn one may be longer than all of it
-        (tests/simulate/test_engine.py::test_a_slot_that_is_mostly_missing_takes_the_time_of_its_samples).
+        (tests/simulate/test_simulation.py::test_a_slot_that_is_mostly_missing_takes_the_time_of_its_samples).
         """
         missing = self.axis.slot_size - self.axis.slot(self.windows.event - 1).samples
         samples[rank] -= missing

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from uneven.files import folder_error, write_atomically
 from uneven.simulate.cluster import Cluster
-from uneven.simulate.engine import STATES, Simulated
-from uneven.simulate.tally import Span
+from uneven.simulate.simulation import Simulated
+from uneven.simulate.tally import STATES, Span
 
 COLOURS = {
     "compute": "compute",

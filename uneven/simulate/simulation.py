@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
 from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy
-from uneven.simulate.draws import Draws
-from uneven.simulate.exact_run import SETTLING, ExactRun
-from uneven.simulate.limits import describe_limit
-from uneven.simulate.members import Member, Members
-from uneven.simulate.tally import STATES, Span, Tally
+from uneven.simulate.exact_run import ExactRun
+from uneven.simulate.members import Draws, Generation, Member, Members, speed_of
+from uneven.simulate.tally import SETTLING, STATES, Span, Tally
 from uneven.simulate.window_run import WindowRun
 
-__all__ = ["POLICIES", "STATES", "Simulated", "Span", "simulate"]
+SMALL = 0.02  # of all ranks' time: a loss below it is not worth a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +67,19 @@ def simulate(cluster: Cluster, job: Job, policy: Policy, max_hours: float | None
     if max_hours is not None and not max_hours > 0.0:
         raise InputError(f"max_hours={max_hours} must be above 0")
     job.check_ranks(cluster)
-    run = _Run(cluster, job, policy, math.inf if max_hours is None else 3600.0 * max_hours)
-    run.train()
-    return run.result()
+    simulation = _Simulation(cluster, job, policy, math.inf if max_hours is None else 3600.0 * max_hours)
+    simulation.train()
+    return simulation.result()
 
 
-class _Run:
+class _Simulation:
     """Generation after generation: a failure or a join begins the next."""
 
     def __init__(self, cluster: Cluster, job: Job, policy: Policy, max_s: float) -> None:
-        self._cluster, self._job, self._policy, self._max_s = cluster, job, policy, max_s
+        self._cluster = cluster
+        self._job = job
+        self._policy: Policy = policy
+        self._max_s = max_s
         self._members = Members(cluster)
         self._tally = Tally(len(cluster.ranks))
         self._draws = Draws(cluster.seed, "times")
@@ -89,7 +90,8 @@ class _Run:
         self._part = self._generation(None)
 
     def train(self) -> None:
-        part, tally, members = self._part, self._tally, self._members
+        part, tally = self._part, self._tally
+        members = self._members
         while not part.is_over and tally.now_s < self._max_s:
             before_s = tally.now_s
             part.advance(min(members.next_s, self._max_s))
@@ -130,15 +132,7 @@ class _Run:
             rounds=tally.rounds,
             busy=busy,
             there_s=there_s,
-            limits=describe_limit(
-                self._policy,
-                efficiency,
-                losses,
-                tally.sums_between_s / tally.sums_s if tally.sums_s else 0.0,
-                kinds,
-                [rank["compute"] for rank in busy],
-                members.failures + members.joins,
-            ),
+            limits=self._limit(efficiency, losses, busy),
             lanes=tuple(tally.lanes),
             failures=members.failures,
             joins=members.joins,
@@ -153,18 +147,16 @@ class _Run:
         # Plain DDP sums in one ring of all ranks, over Gloo or NCCL.
         backend = "gloo" if self._policy == "equal" and job.backend == "auto" else job.backend
         links = self._members.links(backend)
+        generation = Generation(job, self._axis, there, links, self._draws, self._tally)
         if self._policy in ("cadence", "async"):
             assert not isinstance(before, ExactRun)
-            is_async = self._policy == "async"
-            return WindowRun(job, is_async, self._axis, there, links, self._draws, self._tally, before)
+            return WindowRun(generation, self._policy == "async", before)
         assert not isinstance(before, WindowRun)
-        return ExactRun(
-            job, self._policy, self._axis, there, links, self._draws, self._tally, self._most_steps(there), before
-        )
+        return ExactRun(generation, self._policy, self._most_steps(there), before)
 
     def _most_steps(self, there: list[Member]) -> float:
         """How many steps there will be, at most: the rest of the job, or what fits into the time."""
-        ideal_s = self._axis.slot_size / self._speed(there)
+        ideal_s = self._axis.slot_size / speed_of(there, self._job)
         return min(float(self._axis.total), self._max_s / ideal_s)
 
     def _lose(self, part: "ExactRun | WindowRun", member: Member, passed: float) -> None:
@@ -197,18 +189,33 @@ class _Run:
 
     def _settle(self) -> None:
         """Those who are there find each other again; the bound of the run ends that, too."""
-        start_s = self._tally.now_s
-        end_s = min(start_s + self._cluster.settle_s, self._max_s)
+        end_s = min(self._tally.now_s + self._cluster.settle_s, self._max_s)
         there = self._members.there
         self._tally.grow(len(self._members.all))
-        for member in there:
-            self._tally.spend(member.number, SETTLING, end_s - start_s)
-            self._tally.draw(member.number, "settling", start_s, end_s)
-        self._tally.pass_time(end_s, self._speed(there))
+        self._tally.spend([member.number for member in there], SETTLING, end_s)
+        self._tally.pass_time(end_s, speed_of(there, self._job))
 
-    def _speed(self, there: list[Member]) -> float:
-        """Samples per second of these, each alone."""
-        return math.fsum(member.kind.speed(self._job.batch_size) for member in there)
+    def _limit(self, efficiency: float, losses: dict[str, float], busy: Sequence[dict[str, float]]) -> str:
+        """In words: the largest loss, and where it comes from. `losses`: fractions of all ranks' time by state."""
+        worst = max(("communication", "wait", "settling", "idle"), key=lambda state: losses[state])
+        share = f"{100 * losses[worst]:.0f} %"
+        if losses[worst] < SMALL:
+            if efficiency > 1.0 - 2.0 * SMALL:
+                return "the devices themselves: less than 2 % is lost to anything else"
+            return "fixed costs of small steps: no rank waits, but a sample takes longer than in a full batch"
+        if worst == "communication":
+            is_between = self._tally.sums_between_s > 0.5 * self._tally.sums_s
+            link = "the link between machines" if is_between else "the links inside machines"
+            each = "of the time" if self._policy in ("cadence", "async") else "of each step"
+            return f"{link}: {share} {each} is communication"
+        if worst == "settling":
+            changes = self._members.failures + self._members.joins
+            return f"failures and joins: {share} of the time is spent settling after {changes} of them"
+        if worst == "idle":
+            return f"devices that do not help: {share} of the ranks' time is spent without samples"
+        slowest = max(range(len(busy)), key=lambda rank: busy[rank]["compute"])
+        name = self._members.all[slowest].kind.name
+        return f"waiting for the slowest: {share} of the ranks' time; the busiest is rank {slowest} ({name})"
 
 
 def _fractions(spent: list[float]) -> dict[str, float]:

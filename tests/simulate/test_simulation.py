@@ -14,8 +14,10 @@ from uneven.errors import InputError
 from uneven.policy.exact import Balanced
 from uneven.policy.round_report import RoundReport
 from uneven.policy.windows import Windows
-from uneven.simulate.cluster import POLICIES, Cluster, Job, Link, Policy, RankKind
-from uneven.simulate.engine import STATES, simulate
+from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy, RankKind
+from uneven.simulate.links import Link
+from uneven.simulate.simulation import simulate
+from uneven.simulate.tally import STATES
 
 JOB = Job(samples_per_epoch=6001, batch_size=64, epochs=2)
 LAN = Link(110.0, 0.3)
