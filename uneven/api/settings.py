@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypedDict
 
 from uneven.config import (
     Activations,
+    Auto,
     Backend,
     Compile,
-    Deadline,
     LRScale,
     MonitorMode,
     OnFault,
@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     backend: Backend
     seed: int
     accumulate: int
-    global_batch_size: int | Deadline | None
+    global_batch_size: int | Auto | None
     max_global_batch_size: int | None
     shares: Sequence[float] | None
     strategy: Strategy | None
@@ -79,7 +79,7 @@ class Settings(TypedDict, total=False):
     overwrite: bool
     replay: str | Path | None
     skip: str | None
-    deadline: float | Deadline | None
+    deadline: float | Auto | None
     on_fault: OnFault
     min_ranks: int
     restarts: int
@@ -134,7 +134,7 @@ class SettingMethods:
         """Micro-batches per optimizer step."""
         return self.settings(accumulate=accumulate)
 
-    def global_batch_size(self, global_batch_size: int | Deadline | None) -> "Self":
+    def global_batch_size(self, global_batch_size: int | Auto | None) -> "Self":
         """Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long."""
         return self.settings(global_batch_size=global_batch_size)
 
@@ -294,7 +294,7 @@ class SettingMethods:
         """Checks between machines to leave out, as in data or data,clock; docs/preflight.md lists them."""
         return self.settings(skip=skip)
 
-    def deadline(self, deadline: float | Deadline | None) -> "Self":
+    def deadline(self, deadline: float | Auto | None) -> "Self":
         """Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."""
         return self.settings(deadline=deadline)
 

@@ -13,11 +13,10 @@ Activations = Literal["keep", "recompute", "offload", "auto"]
 LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
-Deadline = Literal["auto"]
 OnFault = Literal["go-on", "end"]  # when a rank is lost
 MonitorMode = Literal["auto", "min", "max"]
 SchedulerInterval = Literal["step", "epoch"]
-GlobalBatch = Literal["auto"]
+Auto = Literal["auto"]  # of settings that are numbers otherwise
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params

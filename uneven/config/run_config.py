@@ -18,10 +18,9 @@ from uneven.config.names import (
     MODEL_PARALLEL,
     REPLICATED,
     Activations,
+    Auto,
     Backend,
     Compile,
-    Deadline,
-    GlobalBatch,
     LRScale,
     MonitorMode,
     OnFault,
@@ -77,7 +76,7 @@ class RunConfig:
         metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0, most=2**63 - 1),
     )
     accumulate: int = field(default=1, metadata=about("Micro-batches per optimizer step.", least=1))
-    global_batch_size: int | GlobalBatch | None = field(
+    global_batch_size: int | Auto | None = field(
         default=None,
         metadata=about(
             "Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long.",
@@ -315,7 +314,7 @@ class RunConfig:
         default=None, metadata=about("Folder of a finished run to repeat from its log.", default="no replay")
     )
     skip: str | None = field(default=None, metadata=about_skip())
-    deadline: float | Deadline | None = field(
+    deadline: float | Auto | None = field(
         default="auto",
         metadata=about("Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."),
     )
