@@ -62,7 +62,7 @@ def test_every_setting_is_described_by_one_short_sentence(setting: Setting) -> N
     assert ". " not in setting.help
     assert len(setting.help) <= 106  # a docstring line of the generated module
     assert setting.help.isascii()
-    assert setting.default is not None or setting.default_text, "what None means"
+    assert setting.default is not None or setting.none, "what None means"
 
 
 def test_the_keywords_of_fit_are_the_fields_with_their_types() -> None:

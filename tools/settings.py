@@ -130,9 +130,9 @@ def render_page(page: str) -> str:
 def _row(setting: Setting) -> str:
     alias = "" if setting.alias is None else f" (`{setting.alias}`)"
     if setting.is_required:
-        default = setting.default_text or "required"
+        default = setting.none or "required"
     elif setting.default is None:
-        default = f"`None` ({setting.default_text})"
+        default = f"`None` ({setting.none})"
     else:
         default = f"`{setting.default!r}`".replace("'", '"')
     allowed = ", ".join(f'`"{word}"`' for word in setting.choices)

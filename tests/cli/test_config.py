@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from uneven.cli.app import app
 from uneven.config import RunConfig, resolve, settings_of
-from uneven.config.check_file import conflicts_of, find_problems
+from uneven.config.sources import conflicts_of, find_problems
 from uneven.errors import InputError
 
 SCRIPT = """

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, read_every, resolve
-from uneven.config.every import ALLOWED
-from uneven.config.resolve import by_name
+from uneven.config.sources import by_name
+from uneven.config.text import INTERVAL
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.launch.context import ProcessContext, command_line_settings, process_context
@@ -83,7 +83,7 @@ class Builder(SettingMethods):
         it says. Any other is read with the builder's `collate_fn`, unless it is given one here.
         """
         if read_every(every) is None:
-            raise InputError(f"every={every!r} must be 'epoch', {ALLOWED}")
+            raise InputError(f"every={every!r} must be 'epoch', {INTERVAL}")
         self._evaluation = (test_set, eval_step, every, batch_size, collate_fn)
         return self
 

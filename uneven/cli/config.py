@@ -19,7 +19,7 @@ from uneven.format import format_count
 from uneven.launch.find_script import find_script
 
 if TYPE_CHECKING:
-    from uneven.config.check_file import Problem
+    from uneven.config.sources import Problem
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -129,7 +129,7 @@ def _row(setting: Setting, one: Sourced, own: Mapping[str, Any]) -> tuple[str, s
     if one.is_from_outside and setting.name in own and own[setting.name] != one.value:
         source += f" (the script has {toml_value(own[setting.name])})"
     if one.value is None and not setting.takes_none:
-        return f"# {setting.name} =", f"{source}: {setting.default_text or 'none'}"
+        return f"# {setting.name} =", f"{source}: {setting.none or 'none'}"
     return f"{setting.name} = {toml_value(one.value)}", source
 
 
@@ -162,7 +162,7 @@ def check(
 
       uneven config check run.toml --json
     """
-    from uneven.config.check_file import find_problems
+    from uneven.config.sources import find_problems
 
     found = find_problems(file)
     found.problems.extend(_device_problems(file, found.settings))
@@ -187,7 +187,7 @@ def _place(file: Path, problem: "Problem") -> str:
 
 def _device_problems(file: Path, settings: Mapping[str, Any]) -> "list[Problem]":
     """What is wrong with the names of devices; whether this machine has them is another question."""
-    from uneven.config.check_file import Problem, lines_of_keys
+    from uneven.config.sources import Problem, lines_of_keys
     from uneven.hardware.device import parse_devices
 
     names = settings.get("devices", "auto")

@@ -1,7 +1,5 @@
 """What a run trains (Task) and how (RunConfig): the names other rooms import. Neither torch nor numpy."""
 
-from uneven.config.arguments import check_evaluate
-from uneven.config.every import Every, read_every
 from uneven.config.names import (
     ENTRY_KEYS,
     EXACT_POLICIES,
@@ -27,17 +25,17 @@ from uneven.config.names import (
     Strategy,
     results_of,
 )
-from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import RunConfig
 from uneven.config.setting import Setting, settings_of
-from uneven.config.skip import SKIPPABLE, read_skip
 from uneven.config.sources import (
     RUN_FILE,
     Sourced,
+    check_settings,
     find_run_file,
     from_outside,
     load_toml,
     read_settings_file,
+    resolve,
     resolve_sources,
 )
 from uneven.config.task import (
@@ -47,11 +45,13 @@ from uneven.config.task import (
     Loading,
     Task,
     TrainStep,
+    check_evaluate,
     check_evaluation,
     check_list,
     check_task,
     is_stream,
 )
+from uneven.config.text import SKIPPABLE, Every, read_every, read_skip
 
 __all__ = [
     "ENTRY_KEYS",

@@ -1,17 +1,17 @@
 """The settings of a run: one frozen dataclass, checked before anything starts, printed once and saved with the run.
 
-`resolve.py` makes it from what the user wrote (`fit`, `Ddp.builder`, `Ddp.setup`) and what the command line of
+`sources.resolve` makes it from what the user wrote (`fit`, `Ddp.builder`, `Ddp.setup`) and what the command line of
 `uneven run` was given, which takes precedence. Invariant: a RunConfig that exists can be run; a value that cannot
 work, or a setting that would be ignored, is an InputError here and not a surprise in the middle of training.
 Each field is the only place where its setting is declared: see [Note: one list of settings] in setting.py.
 """
 
+# ruff: noqa: RUF009  # `setting` makes a field
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from uneven.config.conflicts import check_conflicts
-from uneven.config.every import about_every
 from uneven.config.names import (
     EXACT_POLICIES,
     LOCAL_POLICIES,
@@ -31,8 +31,8 @@ from uneven.config.names import (
     SchedulerInterval,
     Strategy,
 )
-from uneven.config.setting import about, settings_of
-from uneven.config.skip import about_skip, read_skip
+from uneven.config.setting import about, setting, settings_of
+from uneven.config.text import INTERVAL, SKIPPABLE, is_interval, is_skip, read_skip
 from uneven.errors import InputError
 
 
@@ -46,298 +46,215 @@ class RunConfig:
             "Passes over the data; each trains every sample exactly once.",
             least=1,
             alias="num_epochs",
-            default="required, unless max_steps is given",
+            none="required, unless max_steps is given",
         )
     )
-    max_steps: int | None = field(
-        default=None,
-        metadata=about(
-            "End the run after this many steps, if its epochs have not ended before.", least=1, default="no limit"
-        ),
+    max_steps: int | None = setting(
+        None, "End the run after this many steps, if its epochs have not ended before.", least=1, none="no limit"
     )
-    policy: PolicySetting = field(
-        default="balanced",
-        metadata=about("Sum gradients (sync, balanced), average params (cadence, async), or as planned (auto)."),
+    policy: PolicySetting = setting(
+        "balanced", "Sum gradients (sync, balanced), average params (cadence, async), or as planned (auto)."
     )
-    devices: str = field(
-        default="auto",
-        metadata=about(
-            "Where to train, as in cuda:0,cpu or cpu,cpu@0.4; auto: every usable CUDA device, else the CPU."
-        ),
+    devices: str = setting(
+        "auto", "Where to train, as in cuda:0,cpu or cpu,cpu@0.4; auto: every usable CUDA device, else the CPU."
     )
-    backend: Backend = field(
-        default="auto",
-        metadata=about(
-            "How ranks communicate: NCCL, or through host memory (cpu), which is shared (shm) or sent over Gloo."
-        ),
+    backend: Backend = setting(
+        "auto", "How ranks communicate: NCCL, or through host memory (cpu), which is shared (shm) or sent over Gloo."
     )
-    seed: int = field(
-        default=0,
-        metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0, most=2**63 - 1),
+    seed: int = setting(0, "Seed of weights, sample order, augmentation and dropout.", least=0, most=2**63 - 1)
+    accumulate: int = setting(1, "Micro-batches per optimizer step.", least=1)
+    global_batch_size: int | Auto | None = setting(
+        None,
+        "Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long.",
+        least=1,
+        policies=EXACT_POLICIES,
+        why_not="there every device steps by itself on batch_size samples; leave it out, or use policy='balanced'",
+        none="batch_size x accumulate x devices",
     )
-    accumulate: int = field(default=1, metadata=about("Micro-batches per optimizer step.", least=1))
-    global_batch_size: int | Auto | None = field(
-        default=None,
-        metadata=about(
-            "Samples per optimizer step of all devices together; auto: balanced chooses it if gradient sums take long.",
-            least=1,
-            policies=EXACT_POLICIES,
-            why_not="there every device steps by itself on batch_size samples; leave it out, or use policy='balanced'",
-            default="batch_size x accumulate x devices",
-        ),
+    max_global_batch_size: int | None = setting(
+        None,
+        "The most that global_batch_size='auto' may choose.",
+        least=1,
+        policies=("balanced",),
+        none="4 x batch_size x accumulate x devices",
     )
-    max_global_batch_size: int | None = field(
-        default=None,
-        metadata=about(
-            "The most that global_batch_size='auto' may choose.",
-            least=1,
-            policies=("balanced",),
-            default="4 x batch_size x accumulate x devices",
-        ),
+    shares: tuple[float, ...] | None = setting(
+        None,
+        "Fixed shares of the samples, one number per device, as in 5,2 (balanced, cadence).",
+        none="by measured speed",
     )
-    shares: tuple[float, ...] | None = field(
-        default=None,
-        metadata=about(
-            "Fixed shares of the samples, one number per device, as in 5,2 (balanced, cadence).",
-            default="by measured speed",
-        ),
+    strategy: Strategy | None = setting(
+        None,
+        "What a device holds: everything (ddp-flat, ddp-bucketed), or shards of state, gradients, params, layers.",
+        policies=EXACT_POLICIES,
+        why_not="there every device trains a replica of its own; use policy='balanced' or 'sync', or leave the "
+        "strategy out",
+        none="as ddp-bucketed",
     )
-    strategy: Strategy | None = field(
-        default=None,
-        metadata=about(
-            "What a device holds: everything (ddp-flat, ddp-bucketed), or shards of state, gradients, params, layers.",
-            policies=EXACT_POLICIES,
-            why_not="there every device trains a replica of its own; use policy='balanced' or 'sync', or leave the "
-            "strategy out",
-            default="as ddp-bucketed",
-        ),
+    memory_shares: tuple[float, ...] | None = setting(
+        None,
+        "How a strategy divides what it shards, one number per device, as in 15,6.",
+        policies=EXACT_POLICIES,
+        none="by the devices' memory",
     )
-    memory_shares: tuple[float, ...] | None = field(
-        default=None,
-        metadata=about(
-            "How a strategy divides what it shards, one number per device, as in 15,6.",
-            policies=EXACT_POLICIES,
-            default="by the devices' memory",
-        ),
+    redundancy: int = setting(
+        0, "Copies of every shard on another device: with 1 any device may be lost.", least=0, most=1
     )
-    redundancy: int = field(
-        default=0,
-        metadata=about("Copies of every shard on another device: with 1 any device may be lost.", least=0, most=1),
+    memory_cap: int | tuple[int, ...] | None = setting(
+        None,
+        "Samples a device may hold at once: one number for all devices, or one per device, as in 64,16.",
+        least=1,
+        policies=EXACT_POLICIES,
+        why_not="there every device holds batch_size samples at once, whatever its speed, and the cap would be "
+        "ignored; leave it out and make batch_size smaller",
+        none="balanced probes CUDA devices",
     )
-    memory_cap: int | tuple[int, ...] | None = field(
-        default=None,
-        metadata=about(
-            "Samples a device may hold at once: one number for all devices, or one per device, as in 64,16.",
-            least=1,
-            policies=EXACT_POLICIES,
-            why_not="there every device holds batch_size samples at once, whatever its speed, and the cap would be "
-            "ignored; leave it out and make batch_size smaller",
-            default="balanced probes CUDA devices",
-        ),
+    bucket_mb: float | None = setting(
+        None, "Size of a gradient bucket in MB.", policies=EXACT_POLICIES, none="chosen by the strategy"
     )
-    bucket_mb: float | None = field(
-        default=None,
-        metadata=about("Size of a gradient bucket in MB.", policies=EXACT_POLICIES, default="chosen by the strategy"),
+    activations: Activations = setting(
+        "keep", "What forward keeps for backward: all, none (recompute), all on the host (offload); auto: by memory."
     )
-    activations: Activations = field(
-        default="keep",
-        metadata=about(
-            "What forward keeps for backward: all, none (recompute), all on the host (offload); auto: by memory."
-        ),
+    sync_batchnorm: bool = setting(False, "Normalize BatchNorm over the samples of all devices (sync, balanced).")
+    check_loss: bool = setting(True, "Refuse a loss that is a mean over tokens where batches are weighted by samples.")
+    max_grad_norm: float | None = setting(
+        None,
+        "Clip the gradient norm: of the sum with sync and balanced, of each device with cadence and async.",
+        none="no clipping",
     )
-    sync_batchnorm: bool = field(
-        default=False, metadata=about("Normalize BatchNorm over the samples of all devices (sync, balanced).")
+    max_grad_value: float | None = setting(
+        None, "Clip every element of the same gradients to this size, before max_grad_norm.", none="no clipping"
     )
-    check_loss: bool = field(
-        default=True, metadata=about("Refuse a loss that is a mean over tokens where batches are weighted by samples.")
+    max_bad_steps: int = setting(
+        3,
+        "End the run after this many steps in a row with NaN or infinite loss or gradients; each is skipped.",
+        least=1,
     )
-    max_grad_norm: float | None = field(
-        default=None,
-        metadata=about(
-            "Clip the gradient norm: of the sum with sync and balanced, of each device with cadence and async.",
-            default="no clipping",
-        ),
+    lr_scale: float | LRScale | None = setting(
+        None,
+        "Multiply every learning rate by a number, or by the effective number of devices (auto: linear).",
+        none="1, with cadence and async auto",
     )
-    max_grad_value: float | None = field(
-        default=None,
-        metadata=about(
-            "Clip every element of the same gradients to this size, before max_grad_norm.", default="no clipping"
-        ),
+    scheduler_interval: SchedulerInterval | None = setting(
+        None, "Step the scheduler after every step of the run, or after every epoch.", none="every step"
     )
-    max_bad_steps: int = field(
-        default=3,
-        metadata=about(
-            "End the run after this many steps in a row with NaN or infinite loss or gradients; each is skipped.",
-            least=1,
-        ),
+    anchor: int | None = setting(
+        None,
+        "Batches of the slowest device between two averages, at the start.",
+        least=1,
+        policies=LOCAL_POLICIES,
+        none="10",
     )
-    lr_scale: float | LRScale | None = field(
-        default=None,
-        metadata=about(
-            "Multiply every learning rate by a number, or by the effective number of devices (auto: linear).",
-            default="1, with cadence and async auto",
-        ),
+    max_anchor: int | None = setting(
+        None,
+        "Upper limit of the anchor, which grows until rounds cost at most overhead_target.",
+        least=1,
+        policies=LOCAL_POLICIES,
+        none="200",
     )
-    scheduler_interval: SchedulerInterval | None = field(
-        default=None,
-        metadata=about("Step the scheduler after every step of the run, or after every epoch.", default="every step"),
+    overhead_target: float | None = setting(
+        None, "Fraction of the time that rounds may cost.", below=1, policies=LOCAL_POLICIES, none="0.03"
     )
-    anchor: int | None = field(
-        default=None,
-        metadata=about(
-            "Batches of the slowest device between two averages, at the start.",
-            least=1,
-            policies=LOCAL_POLICIES,
-            default="10",
-        ),
+    divergence_threshold: float | None = setting(
+        None,
+        "Relative distance of a replica from the average above which the anchor stops growing.",
+        policies=LOCAL_POLICIES,
+        none="0.05",
     )
-    max_anchor: int | None = field(
-        default=None,
-        metadata=about(
-            "Upper limit of the anchor, which grows until rounds cost at most overhead_target.",
-            least=1,
-            policies=LOCAL_POLICIES,
-            default="200",
-        ),
+    max_staleness: int | None = setting(
+        None,
+        "Batches a device may train while an average is under way.",
+        least=1,
+        policies=("async",),
+        none="twice its batches per window",
     )
-    overhead_target: float | None = field(
-        default=None,
-        metadata=about("Fraction of the time that rounds may cost.", below=1, policies=LOCAL_POLICIES, default="0.03"),
+    optimizer_state: OptimizerState | None = setting(
+        None,
+        "Keep each device's own optimizer state, or average it with the params.",
+        policies=LOCAL_POLICIES,
+        none="keep",
     )
-    divergence_threshold: float | None = field(
-        default=None,
-        metadata=about(
-            "Relative distance of a replica from the average above which the anchor stops growing.",
-            policies=LOCAL_POLICIES,
-            default="0.05",
-        ),
+    verify: bool = setting(
+        False, "Compare checksums at every stage of an average, and replicas at the end.", policies=LOCAL_POLICIES
     )
-    max_staleness: int | None = field(
-        default=None,
-        metadata=about(
-            "Batches a device may train while an average is under way.",
-            least=1,
-            policies=("async",),
-            default="twice its batches per window",
-        ),
+    precision: Precision = setting(
+        "fp32", "Number format of forward and backward; auto: one that all devices compute natively."
     )
-    optimizer_state: OptimizerState | None = field(
-        default=None,
-        metadata=about(
-            "Keep each device's own optimizer state, or average it with the params.",
-            policies=LOCAL_POLICIES,
-            default="keep",
-        ),
+    compile: Compile = setting("off", "Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
+    shuffle: bool = setting(True, "Draw a new order of the samples for every epoch, or use that of the data set.")
+    drop_last: bool = setting(False, "Leave out the last step of an epoch if it would have fewer samples.")
+    num_workers: int = setting(0, "DataLoader processes per device, for data sets that are not tensors.", least=0)
+    eval_every: int | str | None = setting(
+        None,
+        "Evaluate every N epochs, or as in '500 steps' or '10 min', and always at the end of the run.",
+        accepts=is_interval,
+        allowed_text=INTERVAL,
+        none="every epoch",
     )
-    verify: bool = field(
-        default=False,
-        metadata=about(
-            "Compare checksums at every stage of an average, and replicas at the end.", policies=LOCAL_POLICIES
-        ),
+    monitor: str | None = setting(
+        None,
+        "The evaluated metric that ReduceLROnPlateau and keep_best use.",
+        allowed_text="the name of a metric, as in 'loss'",
+        none="'loss', or the only metric",
     )
-    precision: Precision = field(
-        default="fp32",
-        metadata=about("Number format of forward and backward; auto: one that all devices compute natively."),
+    monitor_mode: MonitorMode = setting(
+        "auto",
+        "Which value of monitor is best; auto: min if its name has loss, error, perplexity, mse or mae, else max.",
     )
-    compile: Compile = field(
-        default="off", metadata=about("Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
+    save_every: int | str | None = setting(
+        None,
+        "Save a checkpoint in out every N epochs, or as in '500 steps' or '10 min', and at the end.",
+        accepts=is_interval,
+        allowed_text=INTERVAL,
+        none="the result alone",
     )
-    shuffle: bool = field(
-        default=True,
-        metadata=about("Draw a new order of the samples for every epoch, or use that of the data set."),
+    keep_last: int | None = setting(None, "Keep this many of the newest checkpoints.", least=1, none="all of them")
+    keep_best: int | None = setting(
+        None,
+        "Keep this many checkpoints with the best value of monitor, in addition to keep_last.",
+        least=1,
+        none="none beside keep_last",
     )
-    drop_last: bool = field(
-        default=False, metadata=about("Leave out the last step of an epoch if it would have fewer samples.")
+    checkpoint_copies: int = setting(1, "Machines that keep every checkpoint.", least=1, most=2)
+    resume: Path | None = setting(
+        None,
+        "Continue from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out.",
+        none="a new run",
     )
-    num_workers: int = field(
-        default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
+    out: Path | None = setting(
+        None,
+        "Folder for results: new, empty, or of an earlier run, whose files are then moved to FOLDER.1.",
+        none="nothing is written",
     )
-    eval_every: int | str | None = field(
-        default=None,
-        metadata=about_every(
-            "Evaluate every N epochs, or as in '500 steps' or '10 min', and always at the end of the run.",
-            "every epoch",
-        ),
+    overwrite: bool = setting(False, "Replace the files of an earlier run in out, or write beside other files.")
+    replay: Path | None = setting(None, "Folder of a finished run to repeat from its log.", none="no replay")
+    skip: str | None = setting(
+        None,
+        "Checks between machines to leave out, as in data or data,clock; docs/preflight.md lists them.",
+        accepts=is_skip,
+        allowed_text=f"one or more of {', '.join(SKIPPABLE)}, separated by commas",
+        none="all checks are made",
     )
-    monitor: str | None = field(
-        default=None,
-        metadata=about(
-            "The evaluated metric that ReduceLROnPlateau and keep_best use.",
-            allowed="the name of a metric, as in 'loss'",
-            default="'loss', or the only metric",
-        ),
+    deadline: float | Auto | None = setting(
+        "auto", "Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."
     )
-    monitor_mode: MonitorMode = field(
-        default="auto",
-        metadata=about(
-            "Which value of monitor is best; auto: min if its name has loss, error, perplexity, mse or mae, else max."
-        ),
+    on_fault: OnFault = setting(
+        "go-on", "If a device is lost: the others train its samples (go-on), or the run ends (end)."
     )
-    save_every: int | str | None = field(
-        default=None,
-        metadata=about_every(
-            "Save a checkpoint in out every N epochs, or as in '500 steps' or '10 min', and at the end.",
-            "the result alone",
-        ),
+    min_ranks: int = setting(1, "End the run if fewer devices than this remain.", least=1)
+    restarts: int = setting(0, "How many times lost ranks are started again in a run.", least=0)
+    grace: float = setting(
+        30.0, "Seconds that a run may take to save after SIGTERM or Ctrl-C before it is ended.", least=0
     )
-    keep_last: int | None = field(
-        default=None, metadata=about("Keep this many of the newest checkpoints.", least=1, default="all of them")
-    )
-    keep_best: int | None = field(
-        default=None,
-        metadata=about(
-            "Keep this many checkpoints with the best value of monitor, in addition to keep_last.",
-            least=1,
-            default="none beside keep_last",
-        ),
-    )
-    checkpoint_copies: int = field(default=1, metadata=about("Machines that keep every checkpoint.", least=1, most=2))
-    resume: Path | None = field(
-        default=None,
-        metadata=about(
-            "Continue from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out.",
-            default="a new run",
-        ),
-    )
-    out: Path | None = field(
-        default=None,
-        metadata=about(
-            "Folder for results: new, empty, or of an earlier run, whose files are then moved to FOLDER.1.",
-            default="nothing is written",
-        ),
-    )
-    overwrite: bool = field(
-        default=False,
-        metadata=about("Replace the files of an earlier run in out, or write beside other files."),
-    )
-    replay: Path | None = field(
-        default=None, metadata=about("Folder of a finished run to repeat from its log.", default="no replay")
-    )
-    skip: str | None = field(default=None, metadata=about_skip())
-    deadline: float | Auto | None = field(
-        default="auto",
-        metadata=about("Seconds without a step until a device counts as lost; auto: 30 s or 10 steps; none: never."),
-    )
-    on_fault: OnFault = field(
-        default="go-on",
-        metadata=about("If a device is lost: the others train its samples (go-on), or the run ends (end)."),
-    )
-    min_ranks: int = field(default=1, metadata=about("End the run if fewer devices than this remain.", least=1))
-    restarts: int = field(default=0, metadata=about("How many times lost ranks are started again in a run.", least=0))
-    grace: float = field(
-        default=30.0,
-        metadata=about("Seconds that a run may take to save after SIGTERM or Ctrl-C before it is ended.", least=0),
-    )
-    progress: Progress = field(
-        default="auto",
-        metadata=about("Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."),
+    progress: Progress = setting(
+        "auto", "Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."
     )
 
     def __post_init__(self) -> None:
-        for name, setting in settings_of(RunConfig).items():
-            setting.check(getattr(self, name))
-        for name, setting in settings_of(RunConfig).items():
-            setting.check_policy(getattr(self, name), self.policy)
+        for name, one in settings_of(RunConfig).items():
+            one.check(getattr(self, name))
+        for name, one in settings_of(RunConfig).items():
+            one.check_policy(getattr(self, name), self.policy)
         check_conflicts(self)
 
     def slot_size(self, ranks: int) -> int:

@@ -1,6 +1,6 @@
 """How a field of RunConfig describes itself as a setting, and the checks that follow from the description.
 
-A field is written as `field(default=..., metadata=about("help", least=1))`; `settings_of(RunConfig)` reads the fields
+A field is written as `setting(default, "help", least=1)`; `settings_of(RunConfig)` reads the fields
 back as `Setting` records. [Note: one list of settings] Everything else is made from these records: the flags of
 `uneven run` (cli/run.py), the types and builder methods in api/settings.py, the table of docs/settings.md (both
 written by tools/settings.py) and the checks of names, choices and ranges. tests/test_settings.py compares them.
@@ -9,7 +9,7 @@ written by tools/settings.py) and the checks of names, choices and ranges. tests
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -45,38 +45,14 @@ OTHER_WORDS = {
 }
 
 
-def about(
-    help: str,
-    *,
-    least: int | None = None,
-    most: int | None = None,
-    below: float | None = None,
-    policies: tuple[str, ...] | None = None,
-    why_not: str | None = None,
-    default: str | None = None,
-    alias: str | None = None,
-    accepts: Callable[[Any], bool] | None = None,
-    allowed: str | None = None,
-) -> dict[str, Any]:
-    """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
+def about(help: str, **more: Any) -> dict[str, Any]:
+    """The metadata of a field: one plain sentence of help, and what cannot be read off its type, as in `Setting`."""
+    return {"help": help, **more}
 
-    `least` and `most` are the smallest and largest whole number allowed (a large one: of all bits 1), `below` the bound
-    of a number, which is above 0, or with least=0 may be 0. `policies` are those the setting belongs to (None: all);
-    `why_not` explains a refusal with another one. `default` describes what None means. `accepts` and its words
-    `allowed` narrow text down to what can be read.
-    """
-    return {
-        "help": help,
-        "least": least,
-        "most": most,
-        "below": below,
-        "policies": policies,
-        "why_not": why_not,
-        "default_text": default,
-        "alias": alias,
-        "accepts": accepts,
-        "allowed_text": allowed,
-    }
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field with this default that is described by `about`."""
+    return field(default=default, metadata=about(help, **more))
 
 
 @dataclass(frozen=True)
@@ -87,15 +63,15 @@ class Setting:
     type: Any
     default: Any  # MISSING where it must be given
     help: str
-    least: int | None
-    most: int | None
-    below: float | None
-    policies: tuple[str, ...] | None
-    why_not: str | None
-    default_text: str | None
-    alias: str | None
-    accepts: Callable[[Any], bool] | None
-    allowed_text: str | None
+    least: int | None = None  # the smallest whole number allowed; 0 allows the number 0.0, too
+    most: int | None = None  # the largest one (a large one: of all bits 1)
+    below: float | None = None  # the bound of a number, which is above 0
+    policies: tuple[str, ...] | None = None  # those it belongs to; None: all
+    why_not: str | None = None  # explains a refusal with another policy
+    none: str | None = None  # what None means
+    alias: str | None = None
+    accepts: Callable[[Any], bool] | None = None  # narrows text down to what can be read
+    allowed_text: str | None = None  # that in words
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -203,8 +179,8 @@ def settings_of(config: type) -> dict[str, Setting]:
     """The settings that a dataclass declares by `about(...)`, by name, in the order they are written in."""
     hints = get_type_hints(config)
     return {
-        field.name: Setting(name=field.name, type=hints[field.name], default=field.default, **field.metadata)
-        for field in fields(config)
+        one.name: Setting(name=one.name, type=hints[one.name], default=one.default, **one.metadata)
+        for one in fields(config)
     }
 
 

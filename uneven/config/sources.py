@@ -1,4 +1,4 @@
-"""Where the value of each setting comes from: the one place that knows which source takes precedence.
+"""From settings as users write them to a checked RunConfig: names, aliases, and which source takes precedence.
 
 [Note: sources of settings] From weak to strong: the default, what the script passes (`fit`, `Ddp.setup`), run.toml
 beside the script or --config FILE, the environment (UNEVEN_EPOCHS=3), a flag of the command line. So whoever starts a
@@ -8,22 +8,26 @@ travels to the ranks as data; a script that python starts has its own arguments 
 
 import difflib
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from uneven.config.resolve import by_name
 from uneven.config.run_config import RunConfig
-from uneven.config.setting import Setting, check_names, settings_of
+from uneven.config.setting import check_names, settings_of
 from uneven.config.text import parse_text
 from uneven.errors import InputError
 
 RUN_FILE = "run.toml"  # read where it stands beside the script
 PREFIX = "UNEVEN_"
 DEFAULT, SCRIPT = "default", "script"
-_NONE: Mapping[str, Any] = MappingProxyType({})
 NEAR = 0.85  # how much a variable must look like that of a setting to be taken for a slip; UNEVEN_DATA is far from all
+STAND_INS = {"batch_size": 1, "epochs": 1, "policy": "auto"}  # what a file may leave to the script
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_KNOWN = settings_of(RunConfig)
+_ALIASES = {setting.alias: name for name, setting in _KNOWN.items() if setting.alias is not None}
 
 
 class Sourced(NamedTuple):
@@ -43,6 +47,41 @@ class Sourced(NamedTuple):
         return self.source.startswith("flag ")
 
 
+def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under their own names; InputError where one is given under two names."""
+    for alias, name in _ALIASES.items():
+        if alias in settings and name in settings and settings[alias] != settings[name]:
+            both = f"{name}={settings[name]!r} and {alias}={settings[alias]!r}"
+            raise InputError(f"{both} are one setting under two names; pass {name} alone")
+    return {_ALIASES.get(name, name): value for name, value in settings.items()}
+
+
+def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """An incomplete set of settings under their own names; InputError for an unknown name or an impossible value.
+
+    `uneven run` calls this before it starts a rank; what depends on the script is checked in `resolve`.
+    """
+    named = by_name(settings)
+    check_names(named, _KNOWN)
+    for name, value in named.items():
+        _KNOWN[name].check(_KNOWN[name].convert(value))
+    return named
+
+
+def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = _NONE) -> RunConfig:
+    """Settings as the user wrote them -> a checked RunConfig; `overrides` (the command line) take precedence."""
+    named = {**by_name(settings), **by_name(overrides)}
+    check_names(named, _KNOWN)
+    if named.get("max_steps") is not None and named.get("epochs") is None:
+        _KNOWN["max_steps"].check(named["max_steps"])
+        named["epochs"] = named["max_steps"]  # more than enough: an epoch has at least one step; the axis ends them
+    for name, setting in _KNOWN.items():
+        if setting.is_required and name not in named:
+            other = ", or max_steps=..." if name == "epochs" else ""
+            raise InputError(f"{name} is missing: pass {name}=...{other} (it has no default)")
+    return RunConfig(**{name: _KNOWN[name].convert(value) for name, value in named.items()})
+
+
 def resolve_sources(
     *,
     script: Mapping[str, Any] = _NONE,
@@ -56,14 +95,13 @@ def resolve_sources(
     that typer and `parse_text` made. InputError that names the source, for an unknown name or an impossible value.
     What settings demand of each other is checked by `resolve`, which the script calls.
     """
-    known = settings_of(RunConfig)
-    found = {name: Sourced(one.default, DEFAULT) for name, one in known.items() if not one.is_required}
-    found |= {name: Sourced(value, SCRIPT) for name, value in _checked(script, "").items()}
+    found = {name: Sourced(one.default, DEFAULT) for name, one in _KNOWN.items() if not one.is_required}
+    found |= {name: Sourced(value, SCRIPT) for name, value in check_settings(script).items()}
     if file is not None:
         found |= {name: Sourced(value, str(file)) for name, value in read_settings_file(file).items()}
     found |= read_environment(environ)
-    found |= {name: Sourced(value, f"flag {known[name].flag}") for name, value in _checked(flags, "").items()}
-    return {name: found[name] for name in known if name in found}
+    found |= {name: Sourced(value, f"flag {_KNOWN[name].flag}") for name, value in check_settings(flags).items()}
+    return {name: found[name] for name in _KNOWN if name in found}
 
 
 def from_outside(sources: Mapping[str, Sourced]) -> dict[str, Any]:
@@ -80,30 +118,33 @@ def find_run_file(script: Path, config: Path | None = None) -> Path | None:
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The settings of a TOML file, by name and checked; InputError that names the file and the key."""
     content = load_toml(path)
-    for name, value in content.items():
-        if isinstance(value, dict):
-            raise InputError(f"{path}: [{name}] is a table; write settings above any table, as in epochs = 3")
-    known = settings_of(RunConfig)
-    plain = {name: None if name in known and is_none(known[name], value) else value for name, value in content.items()}
-    return _checked(plain, f"{path}: ")
+    try:
+        return check_settings({key: _toml_value(key, value) for key, value in content.items()})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
-def is_none(setting: Setting, value: Any) -> bool:
-    """Whether a file says None: TOML has no word for it."""
-    return setting.takes_none and value == "none"
+def _toml_value(key: str, value: Any) -> Any:
+    """TOML has no word for None: a file says "none"."""
+    if isinstance(value, dict):
+        raise InputError(f"[{key}] is a table; write settings above any table, as in epochs = 3")
+    return None if value == "none" and key in _KNOWN and _KNOWN[key].takes_none else value
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     """The settings among the variables: UNEVEN_ and the name in capitals. An empty one counts as not set."""
-    known = {name.upper(): setting for name, setting in settings_of(RunConfig).items()}
+    known = {name.upper(): setting for name, setting in _KNOWN.items()}
     found: dict[str, Sourced] = {}
     for variable, text in environ.items():
         name = variable.removeprefix(PREFIX)
         if name == variable or not text:
             continue
         if (setting := known.get(name)) is not None:
-            given = {setting.name: parse_text(setting, text, variable)}
-            found[setting.name] = Sourced(_checked(given, f"{variable}: ")[setting.name], f"environment {variable}")
+            try:
+                (value,) = check_settings({setting.name: parse_text(setting, text, variable)}).values()
+            except InputError as error:
+                raise InputError(f"{variable}: {error}") from error
+            found[setting.name] = Sourced(value, f"environment {variable}")
         elif close := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
             raise InputError(f"the environment variable {variable} is no setting; did you mean {PREFIX}{close[0]}?")
     return found
@@ -125,14 +166,87 @@ def load_toml(path: Path) -> dict[str, Any]:
     raise InputError(f"{path}: TOML files need Python 3.11, or: pip install tomli")
 
 
-def _checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings under their own names, as they were written; what is wrong with one is said with where that was."""
-    known = settings_of(RunConfig)
+class Problem(NamedTuple):
+    """One thing that is wrong in a file; `line` counts from 1, None where it is nowhere in the file."""
+
+    line: int | None
+    key: str | None
+    message: str
+
+
+class Findings(NamedTuple):
+    """What a file says. `settings` are right by themselves; `notes` are conflicts that the script may settle, since
+    it may pass the setting that is missing; `problems` remain whatever it passes."""
+
+    settings: dict[str, Any]
+    problems: list[Problem]
+    notes: list[Problem]
+
+
+def find_problems(path: Path) -> Findings:
+    """Everything that is wrong with a file of settings, where a run stops at the first: `uneven config check`.
+
+    InputError where the file cannot be read at all.
+    """
     try:
-        named = by_name(given)
-        check_names(named, known)
-        for name, value in named.items():
-            known[name].check(known[name].convert(value))
+        content = load_toml(path)
     except InputError as error:
-        raise InputError(f"{where}{error}") from error
-    return named
+        if (place := re.search(r"\(at line (\d+)", str(error))) is None:
+            raise
+        return Findings({}, [Problem(int(place[1]), None, str(error).removeprefix(f"{path}: "))], [])
+    lines = lines_of_keys(path.read_text(encoding="utf-8"))
+    found = Findings({}, [], [])
+    for key, value in content.items():
+        if (message := _take(key, value, found.settings)) is not None:
+            found.problems.append(Problem(lines.get(key), key, message))
+    wrong = {problem.key for problem in found.problems}
+    for name, message in conflicts_of(found.settings):
+        elsewhere = {other for other in _KNOWN if f"{other}=" in message and other not in found.settings}
+        if not wrong & elsewhere:  # else it may follow from the value that is wrong
+            (found.notes if elsewhere else found.problems).append(Problem(lines.get(name), name, message))
+    return found
+
+
+def _take(key: str, value: Any, settings: dict[str, Any]) -> str | None:
+    """Add the one setting under its own name; what is wrong with it, whatever the others are."""
+    try:
+        ((name, plain),) = check_settings({key: _toml_value(key, value)}).items()
+    except InputError as error:
+        return str(error)
+    if settings.setdefault(name, plain) != plain:
+        return f"{key} and {name} are one setting under two names; write {name} alone"
+    return None
+
+
+def conflicts_of(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which of these settings, each right by itself, do not go together: (name, why), every one of them.
+
+    RunConfig refuses the first conflict it meets; without the setting that this one begins with the next is met.
+    """
+    left = {name: _KNOWN[name].convert(value) for name, value in settings.items()}
+    found: list[tuple[str, str]] = []
+    while (message := _first_conflict({**STAND_INS, **left})) is not None:
+        places = {name: place.start() for name in left if (place := re.search(rf"\b{name}\b", message))}
+        if not places:
+            break
+        name = min(places, key=places.__getitem__)
+        found.append((name, message))
+        del left[name]
+    return found
+
+
+def _first_conflict(settings: Mapping[str, Any]) -> str | None:
+    try:
+        RunConfig(**settings)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def lines_of_keys(text: str) -> dict[str, int]:
+    """The line of each key at the top of a TOML file, and of each table's name."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if place := re.match(r"""\s*\[{0,2}\s*["']?([A-Za-z0-9_-]+)["']?\s*[.=\]]""", line):
+            found.setdefault(place[1], number)
+    return found
