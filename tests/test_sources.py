@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from tests.forked import run_forked
 from uneven import InputError
 from uneven.cli.main import app
-from uneven.config import RunConfig, find_run_file, from_outside, resolve_sources, settings_of
+from uneven.config import RunConfig, settings_of
+from uneven.config.sources import find_run_file, from_outside, resolve_sources
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,17 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from uneven import config
-from uneven.config import RunConfig, Setting, settings_of
+from uneven.config import RunConfig, Setting, names, settings_of
 
 ROOT = Path(__file__).parent.parent
 MODULE = ROOT / "uneven" / "api" / "settings.py"
 PAGE = ROOT / "docs" / "settings.md"
 BEGIN, END = "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->"
 SETTINGS = list(settings_of(RunConfig).values())
-LITERALS = {
-    getattr(config, name): name for name in config.__all__ if str(getattr(config, name)).startswith("typing.Literal")
-}
+LITERALS = {kind: name for name, kind in vars(names).items() if str(kind).startswith("typing.Literal")}
 
 # The tables of the page, each with its settings in order; a setting that is in none goes into a last one.
 GROUPS = {
@@ -45,7 +42,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from uneven.config import {literals}
+from uneven.config.names import {literals}
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

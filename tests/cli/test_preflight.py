@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from uneven.cli import main as command_line
-from uneven.config import SKIPPABLE
+from uneven.config.text import SKIPPABLE
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.forked import run_forked
 from uneven.cli.init import TEMPLATE_HELP
-from uneven.config import find_run_file, from_outside, resolve_sources
+from uneven.config.sources import find_run_file, from_outside, resolve_sources
 from uneven.templates.machine import read_machine
 from uneven.templates.project import TEMPLATES, make_files, write_project
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from uneven.config import (
+from uneven.config.names import (
     Activations,
     Auto,
     Backend,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.run import find_sources, run
-from uneven.config import RunConfig, from_outside, settings_of
+from uneven.config import RunConfig, settings_of
+from uneven.config.sources import from_outside
 from uneven.errors import STOPPED, InputError, RankError
 from uneven.launch.find_script import Script, find_script
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.run import read_flags, run
-from uneven.config import RunConfig, Setting, Sourced, find_run_file, from_outside, resolve_sources, settings_of
+from uneven.config import RunConfig, Setting, settings_of
+from uneven.config.sources import Sourced, find_run_file, from_outside, resolve_sources
 from uneven.errors import InputError
 from uneven.format import format_count
 from uneven.launch.find_script import find_script

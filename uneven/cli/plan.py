@@ -15,7 +15,8 @@ import typer
 
 from uneven.cli.run import CONFIG_OPTION, MODULE_OPTION, find_sources, option_of
 from uneven.cli.tables import print_whole
-from uneven.config import RunConfig, from_outside, settings_of
+from uneven.config import RunConfig, settings_of
+from uneven.config.sources import from_outside
 from uneven.errors import InputError
 from uneven.format import format_bytes
 from uneven.launch.find_script import Script, find_script

@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli import complete
-from uneven.config import (
-    RunConfig,
-    Setting,
-    Sourced,
-    find_run_file,
-    from_outside,
-    read_skip,
-    resolve_sources,
-    settings_of,
-)
-from uneven.config.text import parse_text
+from uneven.config import RunConfig, Setting, settings_of
+from uneven.config.sources import Sourced, find_run_file, from_outside, resolve_sources
+from uneven.config.text import parse_text, read_skip
 from uneven.errors import InputError
 from uneven.files import json_text
 from uneven.launch.find_script import Script, find_script

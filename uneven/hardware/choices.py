@@ -6,7 +6,8 @@ reason, and both are printed.
 
 from collections.abc import Sequence
 
-from uneven.config import Backend, Precision
+from uneven.config import Precision
+from uneven.config.names import Backend
 from uneven.errors import InputError
 from uneven.format import GIB
 from uneven.hardware.device import Device

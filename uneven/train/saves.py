@@ -23,7 +23,8 @@ from uneven.average.replica import is_finite
 from uneven.comm.gather import broadcast_json
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
-from uneven.config import MonitorMode, read_every
+from uneven.config import read_every
+from uneven.config.names import MonitorMode
 from uneven.errors import InputError, NotFiniteError
 from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.ledger import Ledger
