@@ -102,9 +102,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_only_the_graph_class_imports_the_drawing_of_graphs() -> None:
-    drawing = PACKAGE / "graph" / "drawing"
-    outside = [path for path in FILES if drawing not in path.parents]
-    users = [path for path in outside if any(n.startswith("uneven.graph.drawing") for n in imported_modules(path))]
+    users = [path for path in FILES if "uneven.graph.drawing" in imported_modules(path)]
     assert users == [PACKAGE / "graph" / "graph.py"]
 
 
@@ -126,8 +124,24 @@ def test_files_and_functions_stay_small() -> None:
 # Rooms whose modules each stand for one thing of a kind, however short: verbs, models, files of a template.
 SHORT_IS_RIGHT = {"cli", "bench/models", "templates"}
 NOT_YET: set[str] = {  # rooms that were written before these rules
-    *("api", "average", "bench", "cli", "comm", "data", "graph", "install", "launch", "machines", "parallel", "plan"),
-    *("policy", "results", "step", "timeline", "train"),
+    *(
+        "api",
+        "average",
+        "bench",
+        "cli",
+        "comm",
+        "data",
+        "install",
+        "launch",
+        "machines",
+        "parallel",
+        "plan",
+        "policy",
+        "results",
+        "step",
+        "timeline",
+        "train",
+    ),
 }
 
 

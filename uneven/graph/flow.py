@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from uneven.errors import InputError
 from uneven.graph.control_flow import WEIGHTINGS, Gate, Loop, Map, Switch, Weighting
-from uneven.graph.dryrun import dry_run
 from uneven.graph.function import refuse_hidden_params
 from uneven.graph.graph import Graph
-from uneven.graph.notes import Branches, Call, Flow, Merge, Part, Tag, Use
-from uneven.graph.wiring import to_module, wire
+from uneven.graph.observe import dry_run
+from uneven.graph.wiring import Branches, Call, Flow, Merge, Part, Tag, Use, to_module, wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,6 +1,6 @@
 """Graph: the module that `FlowBuilder.build` returns. A PlanModule with everything that users need as methods.
 
-It imports structure, describe, profile and drawing, and none of them imports it; only wiring and the builder do.
+It imports describe, profile and drawing, and none of them imports it; only wiring and the builder do.
 """
 
 import difflib
@@ -12,11 +12,10 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from uneven.errors import InputError
-from uneven.graph.describe import summary
-from uneven.graph.drawing.draw import draw
+from uneven.graph.describe import structural_hash, structure_of, summary
+from uneven.graph.drawing import draw
 from uneven.graph.plan import PlanModule
 from uneven.graph.profile import Profile, profile
-from uneven.graph.structure import structural_hash, structure_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +87,10 @@ class Graph(PlanModule):
         raise InputError(f"{what} belongs to another graph:\n" + "\n".join(lines))
 
     def draw(self, path: str | Path | None = None, *, profile: Profile | None = None) -> str:
-        """The graph as SVG, or as DOT if the path ends in .dot; with a profile, nodes are coloured by their time."""
+        """A picture: .svg (drawn by Graphviz), .dot, or Mermaid (.mmd, and without a path); returns its text.
+
+        With a profile, nodes show their time and are coloured by it.
+        """
         return draw(self, None if path is None else Path(path), profile)
 
     def profile(self, *batch: Any, repeats: int = 10) -> Profile:

@@ -1,7 +1,7 @@
 """The plan of a graph, and PlanModule, the nn.Module that runs a plan as fx.GraphModule runs an fx graph.
 
 A plan is the list of nodes in the order of execution: plain data that can be pickled, compared and drawn. wiring.py
-makes plans. Everything that reads a graph (describe, structure, observe, profile, drawing) works on PlanModule; the
+makes plans. Everything that reads a graph (describe, observe, profile, drawing) works on PlanModule; the
 class that users see, Graph, is derived from it and offers them as methods.
 """
 

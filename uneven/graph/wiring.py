@@ -1,20 +1,69 @@
-"""From a flow's notes to a plan: every value gets a node, every module a name, every tag a node.
+"""What FlowBuilder records, notes, and from them to a plan: every value gets a node, every module a name.
 
 `FlowBuilder.build` calls `wire`. Mistakes are reported here with the node and the fix: unknown tags, names that are
 used twice, results that are not used.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Any, Literal, Union
 
-from torch import nn
+from torch import Tensor, nn
 
 from uneven.errors import InputError
 from uneven.graph.function import Function
 from uneven.graph.graph import Graph
 from uneven.graph.memory import Memory
-from uneven.graph.notes import Branches, Call, Flow, Part, Tag, Use
 from uneven.graph.plan import ENTRY, Node, Plan, Verb
+
+Merge = Literal["add", "mean", "cat"]
+Part = Union[nn.Module, Callable[..., Any], "Flow"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A tagged value as an extra input; `start` and `detach` matter only for state across calls."""
+
+    tag: str
+    start: Callable[[Tensor], Tensor] | None = None
+    detach: bool = True
+
+
+@dataclass
+class Call:
+    """A call of a part: on the stream (through), as a residual (also), or beside the stream (fork)."""
+
+    verb: Verb
+    part: Part
+    skip: Part | None = None
+    over: str | None = None  # the tag whose value is used instead of the stream
+    using: list[Use] = field(default_factory=list)
+
+
+@dataclass
+class Branches:
+    """Parts that run on the same stream, and how their results are merged."""
+
+    parts: list[Part]
+    tags: list[str] = field(default_factory=list)
+    merge: Merge | Callable[..., Any] = "add"  # set by `.merge(...)`
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Tag:
+    name: str
+
+
+class Flow:
+    """Notes in the order of the verbs. As a part, a flow with a name becomes a sub-graph, one without is inlined."""
+
+    def __init__(self) -> None:
+        self.notes: list[Call | Branches | Tag] = []
+        self.inputs: list[str] = []
+        self.name = ""
+        self.is_placed = False  # used as a part of another flow, so it must not change any more
 
 
 def wire(flow: Flow, outputs: tuple[str, ...] = ()) -> Graph:
