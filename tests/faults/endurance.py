@@ -29,7 +29,7 @@ from torch import nn
 
 from tests.faults.cases import POLICIES
 from uneven import Callback, TensorData, TrainedState, fit
-from uneven.launch.watch import deadlines
+from uneven.launch.watch import lost
 
 ROOT = Path(__file__).parents[2]
 START = "from tests.faults.endurance import train; train()"
@@ -94,7 +94,7 @@ class Net(nn.Module):
 def train() -> None:
     """In the launcher's process."""
     folder, policy, minutes = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    deadlines.SILENT_S = SILENT_S
+    lost.SILENT_S = SILENT_S
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         time.sleep(STEP_MS / 1e3)

@@ -21,9 +21,9 @@ from tests.network.namespaces import why_impossible as why_no_namespaces
 
 START = "from tests.faults.training import main; main()"
 LEAD = (
-    "import sys; from pathlib import Path; from uneven.launch.watch import deadlines; "
+    "import sys; from pathlib import Path; from uneven.launch.watch import lost; "
     "from tests.faults import training; "
-    "deadlines.SILENT_S = float(sys.argv.pop(1)); training.note_generations(Path.cwd()); "
+    "lost.SILENT_S = float(sys.argv.pop(1)); training.note_generations(Path.cwd()); "
     "from uneven.cli.main import main; main()"
 )
 TOKEN, PORT = "a-token-of-the-storm", "29400"

@@ -29,7 +29,7 @@ from tests.faults.fault import INSIDE
 from tests.faults.inside import flip_next, hold_lock
 from uneven import Callback, TensorData, fit
 from uneven.launch.membership import StoreMembership
-from uneven.launch.watch import deadlines
+from uneven.launch.watch import lost
 from uneven.launch.watch.watch import Watch
 from uneven.train.elastic.membership import Generation
 
@@ -244,7 +244,7 @@ def main() -> None:
     """In the launcher's process; on several machines in each rank's."""
     folder = Path(sys.argv[1])
     case = Case.from_json(json.loads((folder / "case.json").read_text()))
-    deadlines.SILENT_S = case.silent_s
+    lost.SILENT_S = case.silent_s
     dump_when_asked(folder)
     if not case.has_network:
         note_generations(folder)

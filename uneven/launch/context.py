@@ -30,7 +30,6 @@ from uneven.launch.cleanup import reach_leader
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.external.assemble import assemble, await_all, tell_refusal
 from uneven.launch.external.engines import read_engine
-from uneven.launch.external.peers import PeerWatch, watch_peers
 from uneven.launch.external.placement import Placement, name_devices, take_cores
 from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
@@ -41,6 +40,7 @@ from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.shown import Shown
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
+from uneven.launch.watch.peers import PeerWatch, watch_peers
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker

@@ -15,10 +15,10 @@ from uneven.errors import InputError, MachineError
 from uneven.hardware.device import Device
 from uneven.hardware.mps import check_slices
 from uneven.hardware.roster import Roster
-from uneven.launch.control.leave_requests import RequestFiles
 from uneven.launch.control.listing import Listing, listed
 from uneven.launch.environment import new_member_id
 from uneven.launch.local_ranks import RunPlan, local_ranks
+from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.payload import write_payload
 from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_result
@@ -70,12 +70,10 @@ def run_ranks(
         if content is not None:
             _write_content(content, folder)
         with local_ranks(folder, placement, script, reporter.say) as processes:
-            files = RequestFiles(folder)
-            asked = lambda: files.requests(tuple(processes.numbers))  # noqa: E731
-            watch = Watch(processes, store, folder, members, roster, reporter, processes, asked)
-            watch.show = listing.hear
-            watch.keeps_payload = content is not None and content[1].restarts > 0
-            watch.wait(requests)
+            ranks = AllRanks(processes, (), folder, requests)
+            has_restarts = content is not None and content[1].restarts > 0
+            watch = Watch(ranks, store, folder, members, roster, reporter)
+            watch.wait(requests, listing.hear, keeps_payload=has_restarts)
             return collect(folder)
     finally:
         reporter.leave_bars()

@@ -87,7 +87,7 @@ def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
 
 
 class LocalRanks(RankProcesses):
-    """The ranks of this machine. A launcher may start them again one by one (Recruits in launch/watch/joining.py)."""
+    """The ranks of this machine. A launcher may start them again one by one (launch/watch/turnover.py)."""
 
     def __init__(
         self,
@@ -119,23 +119,6 @@ class LocalRanks(RankProcesses):
         self.start_again(number, like=lost)
         self._remove_files(lost)
         return Newcomer(member, device, host)
-
-    def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
-        """None: machines come by a leader's door."""
-        del number, present
-        return []
-
-    def turn_away(self, number: int, why: str) -> None:
-        """It has ended."""
-        del number, why
-
-    def let_go(self, number: int, line: str) -> None:
-        """It ends by itself."""
-        del number, line
-
-    def lose(self, number: int, line: str) -> None:
-        """It was ended, and may be started again."""
-        del number, line
 
     def _remove_files(self, number: int) -> None:
         """Of a process that was given up: a long run with many restarts must not fill the shared memory."""

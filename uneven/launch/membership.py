@@ -33,7 +33,7 @@ from uneven.launch.heartbeat import (
     suspicion_key,
 )
 from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
-from uneven.launch.watch.deadlines import SILENT_S, WAITING_PHASES
+from uneven.launch.watch.lost import WAITING_PHASES, silence_allowed_s
 from uneven.train.elastic.leaving import PARTING
 from uneven.train.elastic.membership import Generation
 
@@ -270,9 +270,7 @@ def patience_s(missing: Sequence[Mapping[str, Any]], is_own_loop: bool) -> float
 
 def waiting_limit_s(deadline: Any) -> float:
     """How long a rank that has lost its group waits for the launcher, which may have to wait for a silence first."""
-    if deadline is None:
-        return math.inf
-    return ANSWER_S + (SILENT_S if deadline == "auto" else max(SILENT_S, float(deadline)))
+    return ANSWER_S + silence_allowed_s(deadline)
 
 
 def form_ranks(

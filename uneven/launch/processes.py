@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from uneven.errors import USER_ERRORS, MachineError
 from uneven.launch.cleanup import end_session, process_state
@@ -22,26 +22,6 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # where the launcher is lost, torch's 
 # ranks trained with the wrong ones. Before Python 3.11 launch/rank.py takes it away itself.
 OWN_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
-
-
-class Ranks(Protocol):
-    """The processes of all ranks in the order of their first ranks. One that failed leaves error-NUMBER.json."""
-
-    def exit_codes(self) -> list[int | None]:
-        """None for a rank that runs."""
-        ...
-
-    def lost(self) -> dict[int, str]:
-        """Ranks that ran on a machine that is gone, with a line that says so."""
-        ...
-
-    def stopped(self) -> set[int]:
-        """Processes that a signal has stopped (SIGSTOP)."""
-        ...
-
-    def give_up(self, number: int) -> None:
-        """End this process, if it still runs and can be reached."""
-        ...
 
 
 class RankProcesses:
@@ -93,10 +73,6 @@ class RankProcesses:
     def exit_codes(self) -> list[int | None]:
         """In the order of their numbers; None for one that runs."""
         return [self._look(process) for process in self._processes.values()]
-
-    def lost(self) -> dict[int, str]:
-        """None: they are on this machine."""
-        return {}
 
     def stopped(self) -> set[int]:
         """Those that a signal has stopped: in code of the user's own a rank may be silent, but not like that."""

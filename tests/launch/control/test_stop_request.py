@@ -67,9 +67,7 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
     context.start_heartbeat(dict, lambda: None)
     waits = {"count": 1, "slot": 0, "phase": "setup"}
     store.set(heartbeat_key("b"), json.dumps(waits))
-    processes: Any = SimpleNamespace(
-        exit_codes=lambda: [0, 0] if ended.is_set() else [None, None], lost=dict, stopped=set, give_up=print
-    )
+    processes: Any = FakeProcesses(lambda: [0, 0] if ended.is_set() else [None, None])
     ended, watch = (
         threading.Event(),
         Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off")),
@@ -124,7 +122,7 @@ def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
     for member in MEMBERS:
         store.set(heartbeat_key(member), json.dumps(status))
     codes: list[int | None] = [None, INTERRUPTED]
-    processes: Any = SimpleNamespace(exit_codes=lambda: codes, lost=dict, stopped=set, give_up=print)
+    processes: Any = FakeProcesses(lambda: codes)
     requests = Requests()
     requests.terminate()
     watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
@@ -139,7 +137,7 @@ def test_a_rank_that_saves_its_run_is_waited_for_when_the_others_have_left(tmp_p
     status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
     for member, is_past in zip(MEMBERS, (True, False), strict=True):
         store.set(heartbeat_key(member), json.dumps({**status, "is_past": is_past}))
-    processes: Any = SimpleNamespace(exit_codes=lambda: [None, INTERRUPTED], lost=dict, stopped=set, give_up=print)
+    processes: Any = FakeProcesses(lambda: [None, INTERRUPTED])
     watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
     watch._read_heartbeats(time.monotonic())
     watch._alone_since_s = 0.0

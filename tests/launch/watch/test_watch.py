@@ -15,22 +15,12 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.heartbeat import heartbeat_key
 from uneven.launch.requests import Requests
-from uneven.launch.watch.deadlines import RankHealth
+from uneven.launch.watch.lost import RankHealth
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 
 MEMBERS = ["host/cpu/aa", "host/cpu/bb"]
 ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu@0.4"))
-
-
-class Processes(FakeProcesses):
-    """Processes that have ended with these codes."""
-
-    def __init__(self, codes: list[int | None]) -> None:
-        self._codes = codes
-
-    def exit_codes(self) -> list[int | None]:
-        return self._codes
 
 
 @pytest.fixture
@@ -46,7 +36,7 @@ def beat(store: Any, member: str, rank: int) -> None:
 
 
 def watch(store: Any, folder: Path, *codes: int) -> None:
-    processes: Any = Processes(list(codes))
+    processes: Any = FakeProcesses(lambda: list(codes))
     Watch(processes, store, folder, MEMBERS, ROSTER, Reporter("off")).wait(Requests())
 
 
@@ -94,7 +84,7 @@ def test_what_a_rank_said_last_is_shown_though_another_has_failed_before_it(stor
         status = {"count": count, "member": MEMBERS[0], "rank": 0, "slot": 3, "phase": "compute", "min_ranks": 1}
         store.set(heartbeat_key(MEMBERS[0]), json.dumps(status | more))
 
-    class EndsLater(Processes):
+    class EndsLater(FakeProcesses):
         looks = 0
 
         def exit_codes(self) -> list[int | None]:
@@ -113,7 +103,8 @@ def test_what_a_rank_said_last_is_shown_though_another_has_failed_before_it(stor
 
     beat_with(1)
     fail(tmp_path, 1, 5.0, "own", kind="not finite")
-    reporter, processes = Shown("off"), EndsLater([])
+    reporter = Shown("off")
+    processes: Any = EndsLater()
     with pytest.raises(RankError, match="own"):
         Watch(processes, store, tmp_path, MEMBERS, ROSTER, reporter).wait(Requests())
     assert reporter.notes == ["slot 3: skipped"]

@@ -1,79 +1,16 @@
 """The watch over ranks that join or are started again: made-up processes and heartbeats, and a real store."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.watch.test_watch_losses import MEMBERS, Cluster
-from uneven.hardware.device import parse_devices
-from uneven.launch.heartbeat import ready_key, settled_key
+from tests.launch.watch.cluster import LAPTOP, MEMBERS, Cluster, Recruiting
 from uneven.launch.local_ranks import Newcomer
-from uneven.launch.watch.joining import Recruits
-from uneven.train.elastic.membership import Generation
-
-
-class Recruiting(Cluster):
-    """A cluster that a machine joins at a look, and whose first machine can start ranks again."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(folder, monkeypatch)
-        self.statuses = [{**status, "admits": True, "restarts": 1} for status in self.statuses]
-        self.coming: list[Newcomer] = []
-        self.turned_away: dict[int, str] = {}
-        self.let_gone: dict[int, str] = {}
-        self.dropped: dict[int, str] = {}
-
-    def recruits(self) -> Recruits | None:
-        return self
-
-    def arrivals(self, number: int, present: Generation) -> list[Newcomer]:
-        assert number == len(self.codes)
-        found, self.coming = self.coming, []
-        for newcomer in found:
-            self._start(newcomer)
-        return found
-
-    def restart(self, lost: int, number: int, present: Generation) -> Newcomer | None:
-        assert number == len(self.codes)
-        if lost == 2:
-            return None  # of the other machine
-        newcomer = Newcomer(f"pc/cpu/again-{number}", present.roster.devices[0], "pc")
-        self._start(newcomer)
-        return newcomer
-
-    def turn_away(self, number: int, why: str) -> None:
-        self.turned_away[number] = why
-
-    def let_go(self, number: int, line: str) -> None:
-        self.let_gone[number] = line
-
-    def lose(self, number: int, line: str) -> None:
-        self.dropped[number] = line
-
-    def _start(self, newcomer: Newcomer) -> None:
-        self.codes.append(None)
-        self.members.append(newcomer.member)
-        self.statuses.append({"slot": 0, "phase": "setup"})
-
-    def ready(self, *numbers: int) -> Callable[[], None]:
-        return lambda: [self.store.set(ready_key(self.members[number]), "1") for number in numbers] and None
-
-    def settle(self, number: int) -> Callable[[], None]:
-        def settle() -> None:
-            assert self.generation is not None
-            self.store.set(settled_key(self.generation.number, self.members[number]), "1")
-            self.statuses[number] = dict(self.statuses[0])
-
-        return settle
 
 
 @pytest.fixture
 def recruiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recruiting:
     return Recruiting(tmp_path, monkeypatch)
-
-
-LAPTOP = [Newcomer(f"laptop/cpu/{one}", parse_devices("cpu")[0], "laptop") for one in "xy"]
 
 
 def test_the_ranks_of_a_machine_join_together_when_all_of_them_are_ready(recruiting: Recruiting) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.watch.test_watch_joining import LAPTOP, Recruiting
-from tests.launch.watch.test_watch_losses import MEMBERS, Cluster
+from tests.launch.watch.cluster import LAPTOP, MEMBERS, Cluster, Recruiting
 from uneven.launch.control.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.heartbeat import LEAVE, SIGNAL_KEY, STAY, handed_key, leave_key
 from uneven.launch.requests import Requests
@@ -24,7 +23,7 @@ class Parting(Recruiting):
 
     def ask(self, *home: int, **about: Any) -> Callable[[], None]:
         is_open = lambda: not self.is_withdrawn  # noqa: E731
-        return lambda: self.asked.append(LeaveRequest(home, self.answers.append, is_open=is_open, **about))
+        return lambda: self.requested.append(LeaveRequest(home, self.answers.append, is_open=is_open, **about))
 
     def told(self, number: int) -> str | None:
         key = leave_key(self.members[number])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.watch.test_watch_losses import MEMBERS, Cluster
+from tests.launch.watch.cluster import MEMBERS, Cluster
 from uneven.comm.lost import describe_wrong, sender_of
 from uneven.errors import RankError
 

@@ -1,7 +1,7 @@
 """A joined machine that goes on purpose, on its own side: who wants it to, and what the leader says. No torch here.
 
 Held by launch/nodes/node.py. A signal, or `uneven leave` on this machine, makes the ranks here hand in what they have
-trained and leave; the leader lets them (launch/watch/leaving.py), or says why not.
+trained and leave; the leader lets them (launch/watch/turnover.py), or says why not.
 """
 
 import signal

@@ -222,9 +222,8 @@ class Leader:
                 late = Late(self._options, place, self._script["settings"], self._reporter)
                 ranks = AllRanks(processes, nodes, folder, requests, gathering.arrived, late.start)
                 gathering.open_again(partial(self._check_late, place))
-                watch = Watch(ranks, store, folder, members, roster, self._reporter, ranks, ranks.asked)
-                watch.show, listing.on_shown = listing.hear, ranks.tell
-                watch.wait(requests)
+                listing.on_shown = ranks.tell
+                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests, listing.hear)
                 listing.show_last()
                 return unused_ranks(folder)
         finally:

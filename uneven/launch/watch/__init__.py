@@ -1,1 +1,1 @@
-"""The launcher's watch over rank processes: heartbeats, deadlines, who is lost, joins and leaves."""
+"""Who is lost and why, whatever started the ranks; what a launcher does about it, and what ranks among themselves."""

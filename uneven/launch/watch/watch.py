@@ -1,9 +1,9 @@
-"""The launcher's watch over its rank processes: heartbeats in, deadlines (deadlines.py) checked, losses heeded.
+"""The launcher's watch over its rank processes: heartbeats and exits in, losses (lost.py) heeded.
 
 Called by launch/launcher.py and launch/nodes/lead.py, on the thread that waits for the run. There is no coordinator:
 the ranks agree among themselves, and the watch only shows their progress, passes the stop request on, and looks for a
-rank that fails, falls silent or hangs. Where the others can go on it publishes the next generation
-(launch/watch/generations.py), which each rank's heartbeat reads; else it raises, and the launcher ends all processes.
+rank that fails, falls silent or hangs. Where the others can go on it publishes the next generation (generations.py),
+which each rank's heartbeat reads; else it raises, and the launcher ends all processes.
 """
 
 import json
@@ -17,7 +17,6 @@ from uneven.comm.lost import sender_of
 from uneven.comm.store import Store, get_text
 from uneven.errors import NOTHING_TRAINED, RankError, StoppedError
 from uneven.hardware.roster import Roster
-from uneven.launch.control.leave_requests import LeaveRequest
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     SAVE_KEY,
@@ -28,15 +27,14 @@ from uneven.launch.heartbeat import (
     roster_key,
     suspicion_key,
 )
+from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import EARLY, INTERRUPTED, Ranks, describe_error, describe_exit, read_errors
+from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, read_errors
 from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
-from uneven.launch.watch.deadlines import RankHealth, find_lost
-from uneven.launch.watch.failure import because, find_cause
 from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
-from uneven.launch.watch.joining import Joining, Recruits
-from uneven.launch.watch.leaving import Leaving
+from uneven.launch.watch.lost import RankHealth, Signs, because, find_cause, find_early_ends, judge
+from uneven.launch.watch.turnover import Joining, Leaving
 from uneven.results.progress import Reporter
 from uneven.train.elastic.membership import Generation
 
@@ -48,6 +46,7 @@ STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the
 DELAY_S = 2.0  # between two looks: this process itself was stopped or swapped out
 SUSPECT_S = 1.0  # for the exit or the silence of a rank that another one misses
 RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result is there
+Show = Callable[[Sequence[Mapping[str, Any]], Generations], None]
 
 
 class Watch:
@@ -55,28 +54,23 @@ class Watch:
 
     def __init__(
         self,
-        processes: Ranks,
+        processes: AllRanks,
         store: Store,
         folder: Path,
         members: Sequence[str],
         roster: Roster,
         reporter: Reporter,
-        recruits: Recruits | None = None,
-        asked: Callable[[], list[LeaveRequest]] = list,
     ) -> None:
-        """`recruits` starts processes that join the run while it is on; without it none does.
-
-        `asked` returns what ranks were asked to leave since the last call.
-        """
-        self._processes, self._store, self._folder, self._reporter = processes, store, folder, reporter
+        self._processes = processes
+        self._store = store
+        self._folder = folder
+        self._reporter = reporter
         now = time.monotonic()
         pairs = zip(members, roster.devices, strict=True)
         self._ranks = [RankHealth(member, device, now, now) for member, device in pairs]
         self._generations = Generations(roster, members)
-        known = (store, self._ranks, self._generations, reporter)
-        self._joining = None if recruits is None else Joining(recruits, *known)
-        self._recruits, on_gone = recruits, (lambda *_: None) if recruits is None else recruits.let_go
-        self._asked, self._leaving = asked, Leaving(store, self._ranks, self._generations, processes.give_up, on_gone)
+        self._joining = Joining(processes, store, self._ranks, self._generations, reporter)
+        self._leaving = Leaving(processes, store, self._ranks, self._generations)
         self._looked_s = now
         self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
         self._result_s: float | None = None  # when the result was first seen
@@ -85,42 +79,40 @@ class Watch:
         self._was_rank_signalled = False
         self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
-        self._are_tensors_mapped = False
-        self.keeps_payload = False  # for ranks that may be started later
-        self.show: Callable[[Sequence[Mapping[str, Any]], Generations], None] = lambda *_: None  # for `uneven status`
+        self._may_drop_tensors = False  # of the payload
+        self._show: Show = lambda *_: None
 
-    def wait(self, requests: Requests) -> None:
-        """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
+    def wait(self, requests: Requests, show: Show = lambda *_: None, *, keeps_payload: bool = False) -> None:
+        """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on.
+
+        `show` has the heartbeats at every look, for `uneven status`. `keeps_payload`: for ranks that start later.
+        """
+        self._show = show
+        self._may_drop_tensors = not keeps_payload
         while not self._look(requests):
             time.sleep(POLL_S)
 
     def _look(self, requests: Requests) -> bool:
         """Once at everything; returns whether the run is over."""
-        if self._joining is not None:
-            self._joining.note_settled()
-            self._joining.take_arrivals(time.monotonic())
-        codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
+        self._joining.note_settled()
+        self._joining.take_arrivals(time.monotonic())
+        signs = self._read_signs()  # before the heartbeats, so that the last ones are read
         now = time.monotonic()
         self._read_heartbeats(now)
-        codes = self._with_early_ends(codes)
-        ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
-        aside = self._generations.aside
-        late = aside | self._generations.joining  # a newcomer has nobody to settle with where all others have ended
-        if all(code in ended_well or number in late for number, code in enumerate(codes)) or self._is_past(now):
-            if self._joining is not None:
-                self._joining.end()
+        found = judge(self._ranks, signs, now)
+        codes = found.codes
+        late = self._generations.aside | self._generations.joining  # a newcomer has nobody to settle with at the end
+        if all(code in signs.ended_well or n in late for n, code in enumerate(codes)) or self._is_past(now):
+            self._joining.end()
             return True
-        failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in aside]
-        gone = {number: why for number, why in self._processes.lost().items() if number not in aside}
-        running = [n for n, code in enumerate(codes) if code is None and n not in aside and n not in gone]
-        if failed or gone:
-            self._lose_ended(failed, gone, requests)
-        elif hanging := find_lost(self._ranks, running, now):
-            self._lose_hanging(hanging)
+        if found.failed or found.gone:
+            self._lose_ended(found.failed, found.gone, requests)
+        elif found.hanging:
+            self._lose_hanging(found.hanging)
         else:
             self._let_go(requests, now)
             if not self._leaving.is_parting:
-                self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
+                self._heed_suspicion([n for n, code in enumerate(codes) if code in signs.ended_well], now)
                 self._let_in(now)
         self._drop_mapped_tensors()
         self._pass_on(requests, now)
@@ -129,19 +121,18 @@ class Watch:
             self._check_stopping(self._stop_sent_s, now, requests.grace)
         return False
 
-    def _with_early_ends(self, codes: Sequence[int | None]) -> list[int | None]:
-        """With EARLY for those that ended with 0 in the middle of a run, by their last heartbeats: os._exit(0), say.
-
-        The codes were read before the heartbeats. Such a run had counted as finished, whatever was left to train.
-        """
-        last = [rank.status for rank in self._ranks]
-        is_early = [bool(status.get("in_run") and not status.get("has_ended")) for status in last]
-        return [EARLY if code == 0 and early else code for code, early in zip(codes, is_early, strict=True)]
+    def _read_signs(self) -> Signs:
+        codes = self._processes.exit_codes()
+        return Signs(
+            codes=codes,
+            gone=self._processes.lost(),
+            stopped=self._processes.stopped(),
+            aside=self._generations.aside,
+            ended_well=(0,) if self._stop_sent_s is None else (0, INTERRUPTED),
+        )
 
     def _let_in(self, now_s: float) -> None:
         """Processes that want to join: those that are ready are in the next generation."""
-        if (joining := self._joining) is None:
-            return
         # Read here: one of them may have been started again in this very look.
         codes, lost, waiting = self._processes.exit_codes(), self._processes.lost(), self._generations.waiting
         errors = read_errors(self._folder, list(waiting))
@@ -152,19 +143,20 @@ class Watch:
             elif self._ranks[number].silent_s(now_s) > self._ranks[number].silence_limit_s:
                 ended[number] = "it fell silent"
                 self._processes.give_up(number)
-        joining.forget_ended(ended)
+        self._joining.forget_ended(ended)
         if self._stop_sent_s is not None or has_result(self._folder):
             return
-        joining.restart([number for number in ended if number not in errors], now_s)  # an error would come again
+        can_start = [number for number in ended if number not in errors]  # an error would come again
+        self._joining.restart(can_start, now_s)
         if self._generations.joining:
             return
         present = [self._ranks[number].status for number in self._generations.numbers]
-        if (generation := joining.admit(present)) is not None:
+        if (generation := self._joining.admit(present)) is not None:
             self._publish(generation)
 
     def _let_go(self, requests: Requests, now_s: float) -> None:
         """Ranks that were asked to leave: those that have handed in their work are not in the next generation."""
-        self._leaving.ask(self._asked())
+        self._leaving.ask(self._processes.asked())
         self._leaving.ask_terminated(requests.on_rank_terminated)
         if not self._leaving.is_asked:
             return
@@ -202,7 +194,7 @@ class Watch:
         causes = [
             f"{self._ranks[number].name(number)} "
             + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
-            for number, code in enumerate(self._with_early_ends(self._processes.exit_codes()))
+            for number, code in enumerate(find_early_ends(self._ranks, self._processes.exit_codes()))
             if number in failed
         ]
         self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
@@ -244,9 +236,8 @@ class Watch:
         # Ended after the others know: a woken one finds that it is not in the roster any more.
         for number in lost:
             self._processes.give_up(number)
-            if self._recruits is not None:
-                self._recruits.lose(number, self._generations.present.why)
-        if self._joining is not None and self._stop_sent_s is None and not all(map(is_past, statuses)):
+            self._processes.lose(number, self._generations.present.why)
+        if self._stop_sent_s is None and not all(map(is_past, statuses)):
             self._joining.restart(lost, time.monotonic())
 
     def _publish(self, generation: Generation) -> None:
@@ -273,7 +264,7 @@ class Watch:
         self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
         if now_s - suspected_s < SUSPECT_S or any(self._ranks[n].heard_s <= suspected_s for n in {*numbers} - {*ended}):
             return
-        if self._joining is not None and (joining := self._generations.joining & {*numbers}):
+        if joining := self._generations.joining & {*numbers}:
             # A machine that joins may not be reached by all others.
             self._go_on_without(joining, self._joining.turn_away(joining, causes[0]))
             return
@@ -311,9 +302,7 @@ class Watch:
             for rank in self._ranks:
                 rank.restart(now_s)
         self._looked_s = now_s
-        stopped = self._processes.stopped()
         for number, rank in enumerate(self._ranks):
-            rank.is_stopped = number in stopped
             text = None if number in self._generations.given_up else get_text(self._store, heartbeat_key(rank.member))
             if text is not None:
                 rank.update(json.loads(text), now_s)
@@ -322,7 +311,7 @@ class Watch:
     def _show_ranks(self) -> None:
         statuses = [rank.status for rank in self._ranks]  # who joins later is in the lines, and has no bar of its own
         self._reporter.ranks(statuses, first=self._generations.numbers[0])
-        self.show(statuses, self._generations)
+        self._show(statuses, self._generations)
 
     def _statuses(self) -> list[dict[str, Any]]:
         """Of the ranks that are in the run."""
@@ -364,10 +353,8 @@ class Watch:
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
-        if self.keeps_payload or self._are_tensors_mapped:
-            return
-        if all(rank.status.get("is_loaded") for rank in self._ranks):
-            self._are_tensors_mapped = True
+        if self._may_drop_tensors and all(rank.status.get("is_loaded") for rank in self._ranks):
+            self._may_drop_tensors = False
             drop_tensors(self._folder)
 
     def _failure(self, requests: Requests, refusal: str) -> Exception:
@@ -381,6 +368,6 @@ class Watch:
             time.sleep(0.02)
         codes = self._processes.exit_codes()
         self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
-        errors, codes = read_errors(self._folder, left), self._with_early_ends(codes)
+        errors, codes = read_errors(self._folder, left), find_early_ends(self._ranks, codes)
         gone = [why for number, why in self._processes.lost().items() if number in left]
         return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal, gone)

@@ -1,17 +1,19 @@
-"""When a rank counts as lost or stuck, judged by its heartbeats.
+"""Who is lost and why, judged from heartbeats, deadlines and exits, whatever started the ranks. Pure.
 
-Used by launch/watch/watch.py in the launcher and by launch/external/peers.py under torchrun. Invariant: a healthy slow
-run is never ended. A rank that waits for others is not stuck, nor is one whose phase may last: setup, compile,
-evaluation, checkpoint, and code of the user's own between epochs or inside `ddp.pause()`.
+Used by the launcher's watch over its processes (watch.py) and by that of ranks which torchrun, Slurm or Ray started
+(peers.py): they differ in what they know beside the heartbeats (`Signs`), and in what they may do about a loss.
+Invariant: a healthy slow run is never ended. A rank that waits for others is not stuck, nor is one whose phase may
+last: setup, compile, evaluation, checkpoint, and code of the user's own between epochs or inside `ddp.pause()`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from uneven.errors import RankError
+from uneven.errors import USER_ERRORS, NotFiniteError, RankError, RefusedError
 from uneven.hardware.device import Device
+from uneven.launch.processes import EARLY, describe_exit, is_about_peer
 
 SILENT_S = 15.0  # a rank without a heartbeat for so long is lost; `deadline` replaces it
 LEAST_SILENT_S = 2.0  # ten heartbeats
@@ -31,7 +33,7 @@ class RankHealth:
     moved_s: float  # when it last finished a slot, or was in a phase that may last
     status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     longest_step_s: float = 0.0
-    is_reached: bool = True  # False where its process or machine is known to be gone, or cut off (external/lines.py)
+    is_reached: bool = True  # False where its process or machine is known to be gone, or cut off
     is_stopped: bool = False  # True where its process is known to be stopped by a signal
     stopped_s: float | None = None  # since when that is so, in user code
 
@@ -56,12 +58,10 @@ class RankHealth:
     def silence_limit_s(self) -> float:
         if not self.status:
             return START_S
-        if self.deadline is None:
-            return math.inf
-        if self.deadline == "auto":
-            return SILENT_S
-        # Loading and compiling hold that lock for seconds; a deadline below 15 s is meant for the steps.
-        return max(SILENT_S if self.status["phase"] in ("setup", "compile") else LEAST_SILENT_S, float(self.deadline))
+        # Loading and compiling hold Python's lock for seconds; a deadline below 15 s is meant for the steps.
+        if self.deadline in (None, "auto") or self.status["phase"] in ("setup", "compile"):
+            return silence_allowed_s(self.deadline)
+        return max(LEAST_SILENT_S, float(self.deadline))
 
     def silent_s(self, now_s: float) -> float:
         """How long it has sent nothing, where it could have.
@@ -96,6 +96,13 @@ class RankHealth:
         """What it does, or which collective it waits for."""
         doing = self.status.get("collective", self.status.get("phase", "setup"))
         return f"rank {self.status.get('rank', number)} in {doing}"
+
+
+def silence_allowed_s(deadline: Any) -> float:
+    """How long nothing may be heard, with this setting, before a rank or the store counts as lost."""
+    if deadline is None:
+        return math.inf
+    return SILENT_S if deadline == "auto" else max(SILENT_S, float(deadline))
 
 
 def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> dict[int, tuple[str, str]]:
@@ -134,7 +141,81 @@ def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float)
     return {number: (what, advice)}
 
 
-def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
-    """RankError where a running process is silent, or where no process moves and one does not wait for others."""
-    for number, (what, advice) in find_lost(ranks, running, now_s).items():
-        raise RankError(f"{ranks[number].name(number)} {what}{advice}")
+@dataclass(frozen=True)
+class Signs:
+    """What is known of the processes beside their heartbeats, by their numbers."""
+
+    codes: Sequence[int | None]  # of all of them; None for one that runs
+    gone: Mapping[int, str] = field(default_factory=dict)  # on machines that are gone, with a line that says so
+    stopped: Collection[int] = ()  # by a signal
+    unreached: Collection[int] = ()  # that have ended or are cut off, as the kernel knows
+    aside: Collection[int] = ()  # those whose end does not matter
+    ended_well: Collection[int] = (0,)  # the codes that do not mean a failure
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one look: `codes` with EARLY where a process ended with 0 in the middle of its run, by os._exit(0), say.
+
+    Such a run had counted as finished, whatever was left to train.
+    """
+
+    codes: list[int | None]
+    failed: list[int]
+    gone: dict[int, str]
+    hanging: dict[int, tuple[str, str]]  # what is wrong, and what the user can do about it
+
+
+def judge(ranks: Sequence[RankHealth], signs: Signs, now_s: float) -> Losses:
+    """`signs` were read before the heartbeats of `ranks`, so that the last ones are among those."""
+    for number, rank in enumerate(ranks):
+        rank.is_stopped = number in signs.stopped
+        rank.is_reached = number not in signs.unreached
+    codes = find_early_ends(ranks, signs.codes)
+    failed = [n for n, code in enumerate(codes) if code not in (None, *signs.ended_well) and n not in signs.aside]
+    gone = {number: why for number, why in signs.gone.items() if number not in signs.aside}
+    running = [n for n, code in enumerate(codes) if code is None and n not in signs.aside and n not in gone]
+    hanging = {} if failed or gone else find_lost(ranks, running, now_s)
+    return Losses(codes, failed, gone, hanging)
+
+
+def find_early_ends(ranks: Sequence[RankHealth], codes: Sequence[int | None]) -> list[int | None]:
+    last = [rank.status for rank in ranks]
+    is_early = [bool(status.get("in_run") and not status.get("has_ended")) for status in last]
+    return [EARLY if code == 0 and early else code for code, early in zip(codes, is_early, strict=True)]
+
+
+def find_cause(
+    names: Mapping[int, str],
+    errors: Mapping[int, Mapping[str, Any]],
+    codes: Sequence[int | None],
+    refusal: str,
+    gone: Sequence[str] = (),
+) -> Exception:
+    """A rank that was killed, else the first one that failed by itself, else a machine that is lost.
+
+    `names` of the processes that count; `refusal` is why the others cannot go on without it, or empty; `gone`: the
+    lines about lost machines. A rank here may notice such a loss first, and only knows that a connection broke.
+    """
+    for number, name in names.items():
+        if number not in errors and (code := codes[number]) not in (None, 0):
+            assert code is not None
+            return RankError(f"{name} {describe_exit(code)}{because(refusal)}")
+    # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
+    by_itself = {number: error for number, error in errors.items() if not is_about_peer(error["what"])}
+    if gone and not by_itself:
+        return RankError(f"{gone[0]}{because(refusal)}; the run ends on all machines")
+    by_itself = by_itself or dict(errors)
+    number = min(by_itself, key=lambda number: float(errors[number]["time"]))
+    error, name = errors[number], names[number]
+    if error["kind"] in USER_ERRORS:
+        kind = USER_ERRORS[error["kind"]]
+        # All ranks raise those alike, and they name the rank or machine that is the cause.
+        return kind(error["message"] if kind in (NotFiniteError, RefusedError) else f"{name}: {error['message']}")
+    what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "") + because(refusal)
+    return RankError(f"{name} failed: {what}\n\nIts traceback:\n{error['traceback']}")
+
+
+def because(refusal: str | None) -> str:
+    """What follows a line about a loss, where the run ends with it."""
+    return f"; {refusal}" if refusal else ""

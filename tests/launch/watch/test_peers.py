@@ -1,81 +1,28 @@
-"""Which rank counts as lost or stuck, on made-up heartbeats; and the watch of ranks that torchrun started."""
+"""The watch of ranks that torchrun or another launcher than ours started: they watch each other."""
 
 import json
 import socket
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.external import peers
-from uneven.launch.external.lines import LineKeeper
-from uneven.launch.external.peers import PeerWatch
-from uneven.launch.external.stopped import process_identity
-from uneven.launch.watch.deadlines import RankHealth, check_deadlines
+from uneven.launch.watch import peers
+from uneven.launch.watch.peers import LineKeeper, PeerWatch, process_identity
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 ROSTER = Roster(DEVICES, (0, 1), ("here", "there"))
 
 
-def ranks(*phases: str, now_s: float = 100.0, **status: Any) -> list[RankHealth]:
-    """Two ranks that have sent a heartbeat in these phases every 0.2 s until `now_s`, always at slot 3."""
-    health = [RankHealth(f"host/{device}/aa", device, 0.0, 0.0) for device in DEVICES]
-    for rank, (peer, phase) in enumerate(zip(health, phases, strict=True)):
-        for count in range(int(now_s * 5) + 1):
-            peer.update({"count": count, "rank": rank, "slot": 3, "phase": phase, **status}, count / 5)
-    return health
-
-
-def test_long_work_of_the_users_own_inside_an_epoch_is_named_with_the_two_ways_out() -> None:
-    with pytest.raises(RankError, match=r"rank 0 \(cpu on host\) is stuck in compute at slot 3 for 30 s") as caught:
-        check_deadlines(ranks("compute", "wait"), [0, 1], 100.0)
-    assert 'with ddp.pause("evaluation"):' in str(caught.value)
-    assert "deadline=SECONDS (now 'auto'; None waits for ever)" in str(caught.value)
-
-
-@pytest.mark.parametrize("status", [{"deadline": None}, {"deadline": 1000.0}])
-def test_deadline_says_how_long(status: dict[str, Any]) -> None:
-    check_deadlines(ranks("compute", "wait", **status), [0, 1], 100.0)
-    with pytest.raises(RankError, match=r"rank 0 .* for 20 s"):
-        check_deadlines(ranks("compute", "wait", deadline=20.0), [0, 1], 100.0)
-    check_deadlines(ranks("compute", "wait", now_s=9.0, deadline=10.0), [0, 1], 9.0)
-
-
-def test_a_pause_may_last_and_holds_off_the_deadline_of_those_who_wait() -> None:
-    check_deadlines(ranks("user", "wait"), [0, 1], 100.0)
-    check_deadlines(ranks("user", "user"), [0, 1], 100.0)
-
-
-def test_silence_is_a_loss_except_in_code_that_may_hold_pythons_lock() -> None:
-    with pytest.raises(RankError, match=r"rank 0 .* fell silent 20 s ago .*deadline=SECONDS"):
-        check_deadlines(ranks("compute", "compute"), [0, 1], 120.0)
-    check_deadlines(ranks("user", "user"), [0, 1], 120.0)
-    check_deadlines(ranks("compute", "compute", deadline=None), [0, 1], 120.0)
-    check_deadlines(ranks("compute", "compute"), [], 120.0)  # both have ended
-
-
-def test_in_code_of_the_users_own_silence_counts_from_when_a_signal_has_stopped_the_process() -> None:
-    """A rank that was stopped inside a callback was never missed, and the others waited for ever."""
-    found = ranks("user", "wait")
-    found[1].update({"count": 10**6, "rank": 1, "slot": 3, "phase": "wait"}, 2000.0)
-    check_deadlines(found, [0, 1], 2000.0)
-    found[0].is_stopped = True
-    for now_s in (2000.0, 2014.0):
-        check_deadlines(found[:1], [0], now_s)
-    found[0].is_stopped = False  # it was woken, and is on with its work
-    check_deadlines(found[:1], [0], 2020.0)
-    found[0].is_stopped = True
-    check_deadlines(found[:1], [0], 2021.0)
-    check_deadlines(found[:1], [0], 2035.0)
-    with pytest.raises(RankError, match=r"rank 0 .* fell silent 16 s ago \(stopped or swapped out\?\)"):
-        check_deadlines(found[:1], [0], 2037.0)
-    forever = ranks("user", "user", deadline=None)
-    forever[0].is_stopped = True
-    for now_s in (200.0, 2000.0):
-        check_deadlines(forever, [0, 1], now_s)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the watches, which a test moves."""
+    found = [0.0]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: found[0]))
+    return found
 
 
 class DictStore(dict[str, bytes]):
@@ -91,7 +38,7 @@ class DictStore(dict[str, bytes]):
         return self[key]
 
 
-def peer_watches(phases: list[str], now: list[float], told: list[tuple[int, str]]) -> list[PeerWatch]:
+def peer_watches(phases: list[str], told: list[tuple[int, str]]) -> list[PeerWatch]:
     """Watches of two ranks on a clock of their own; their threads have ended, so that the test alone moves them."""
     store: Any = DictStore()
 
@@ -99,16 +46,16 @@ def peer_watches(phases: list[str], now: list[float], told: list[tuple[int, str]
         def read() -> dict[str, Any]:
             return {"member": f"host{rank}/x/aa", "rank": rank, "slot": 7, "phase": phases[rank]}
 
-        made = PeerWatch(store, rank, ROSTER, read, lambda text: told.append((rank, text)), clock=lambda: now[0])
+        made = PeerWatch(store, rank, ROSTER, read, lambda text: told.append((rank, text)))
         made.close()
         return made
 
     return [watch(0), watch(1)]
 
 
-def test_under_torchrun_rank_0_finds_the_stuck_rank_and_every_rank_is_told() -> None:
-    now, told = [0.0], list[tuple[int, str]]()
-    watches = peer_watches(["wait", "data"], now, told)
+def test_under_torchrun_rank_0_finds_the_stuck_rank_and_every_rank_is_told(now: list[float]) -> None:
+    told = list[tuple[int, str]]()
+    watches = peer_watches(["wait", "data"], told)
     while not told:
         assert now[0] < 60.0
         now[0] += 1.0
@@ -120,9 +67,9 @@ def test_under_torchrun_rank_0_finds_the_stuck_rank_and_every_rank_is_told() -> 
     assert all("rank 1 (cpu@0.4 on host1) is stuck in data at slot 7" in text for _, text in told)
 
 
-def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is() -> None:
-    now, told = [0.0], list[tuple[int, str]]()
-    first, second = peer_watches(["wait", "wait"], now, told)
+def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is(now: list[float]) -> None:
+    told = list[tuple[int, str]]()
+    first, second = peer_watches(["wait", "wait"], told)
     for now[0] in range(100):
         first.exchange()
     assert told == []
@@ -133,12 +80,12 @@ def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is
     assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
 
 
-def test_a_rank_that_is_cut_off_before_its_first_heartbeat_is_missed_like_any_other() -> None:
+def test_a_rank_that_is_cut_off_before_its_first_heartbeat_is_missed_like_any_other(now: list[float]) -> None:
     """All ranks were there, so it has no 120 s to start. Seen with a cable that was pulled at the start of a run."""
-    now, told = [0.0], list[tuple[int, str]]()
+    told = list[tuple[int, str]]()
     store: Any = DictStore()
     status = {"member": "here/x/aa", "rank": 0, "slot": 7, "phase": "wait"}
-    first = PeerWatch(store, 0, ROSTER, lambda: status, lambda text: told.append((0, text)), clock=lambda: now[0])
+    first = PeerWatch(store, 0, ROSTER, lambda: status, lambda text: told.append((0, text)))
     first.close()
     for now[0] in range(1, 17):
         first.exchange()
@@ -176,10 +123,10 @@ def test_ranks_of_one_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert told == ["why"]
 
 
-def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_ends_when_those_who_live_have_heard_why(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """It may serve the store: without it the others would say that rank 0's machine is gone."""
-    now, told = [0.0], list[tuple[int, str]]()
-    first, second = peer_watches(["wait", "data"], now, told)
+    told = list[tuple[int, str]]()
+    first, second = peer_watches(["wait", "data"], told)
     second.exchange()
     first.exchange()
     heard: list[int] = []
@@ -199,12 +146,12 @@ def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.Monk
     assert [rank for rank, _ in told] == [1, 0]
 
 
-def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_before() -> None:
+def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_before(now: list[float]) -> None:
     """Its heartbeat may stand still for as long as that code holds Python's lock; its kernel keeps the line."""
-    now, told = [0.0], list[str]()
+    told = list[str]()
     store: Any = DictStore()
     status = {"slot": 7, "phase": "user"}
-    first = PeerWatch(store, 0, ROSTER, lambda: status, told.append, clock=lambda: now[0])
+    first = PeerWatch(store, 0, ROSTER, lambda: status, told.append)
     first.close()
     first._keeper = LineKeeper("127.0.0.1")
     second = PeerWatch(store, 1, ROSTER, lambda: status, told.append)
@@ -229,11 +176,12 @@ def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_
 
 
 def test_under_torchrun_rank_0_asks_whether_a_silent_process_of_its_machine_is_stopped(
+    now: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, told, stopped = [0.0], list[tuple[int, str]](), set[str]()
+    told, stopped = list[tuple[int, str]](), set[str]()
     monkeypatch.setattr(peers, "is_stopped", stopped.__contains__)
-    first, second = peer_watches(["wait", "user"], now, told)
+    first, second = peer_watches(["wait", "user"], told)
     second.exchange()
     for now[0] in range(0, 1000, 100):
         first.exchange()
@@ -266,17 +214,3 @@ def test_lines_are_for_those_who_know_the_word() -> None:
                     break
         assert keeper.lost == set()
         assert len(keeper._strangers) == 1  # it has said nothing yet
-
-
-def test_a_hang_in_a_collective_is_called_that() -> None:
-    """Where ranks start collectives in different orders, no code of the user's own is slow."""
-    found = ranks("compute", "compute")
-    for rank, name in enumerate(("all_reduce", "broadcast")):
-        found[rank].update({**found[rank].status, "count": 10**6, "collective": f"{name} of 8 bytes"}, 100.0)
-    words = r"rank 0 .*collective at slot 3 .*rank 0 in all_reduce of 8 bytes; rank 1 in broadcast.*different orders"
-    with pytest.raises(RankError, match=words) as caught:
-        check_deadlines(found, [0, 1], 100.0)
-    assert "pause" not in str(caught.value)
-    found[1].update({"count": 10**6 + 1, "rank": 1, "slot": 3, "phase": "compute"}, 100.0)
-    with pytest.raises(RankError, match=r"rank 1 .* is stuck in compute .*pause"):  # whom the other waits for
-        check_deadlines(found, [0, 1], 100.0)

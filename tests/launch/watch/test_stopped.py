@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from uneven.launch.cleanup import process_start
-from uneven.launch.external.stopped import is_stopped, process_identity
+from uneven.launch.watch.peers import is_stopped, process_identity
 
 
 @pytest.fixture
