@@ -8,7 +8,6 @@ step time to that without recording, with its 95 % interval. 1.01 is 1 % slower.
 """
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from uneven.config import Task, resolve
 from uneven.data.feed import Micros
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Part
 from uneven.results.progress import Reporter
 from uneven.timeline.record import Recorder, State
@@ -63,7 +63,7 @@ class Loop:
         config = resolve({"batch_size": batch_size, "epochs": 100_000, "devices": "cpu", "progress": "off"})
         task = Task(make_model, lambda params: torch.optim.SGD(params, lr=0.01), loss, data)
         rank_info = RankInfo(0, parse_devices("cpu"))
-        self._worker = Worker(task, config, rank_info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
+        self._worker = Worker(task, config, rank_info, lambda _: SoloGroup(), Requests(), Reporter("off"))
         self._trainer = self._worker.prepare()
         self._recorders = {"off": SilentRecorder(), "on": self._worker.recorder}
         self._stream: Iterator[tuple[Part, Micros]] = iter(self._worker.engine.feed.stream(self._trainer.parts()))

@@ -11,7 +11,6 @@ clock costs.
 
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ from uneven.train import gradient_sync
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.rank_info import RankInfo
+from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker
 
 BATCH = 64
@@ -66,7 +66,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "hooks": [(Reducer, "_gradient_ready")],
     "rows and flags": [(Reducer, "finalize")],
     "collective": [(SharedMemoryGroup, "all_reduce"), (TorchGroup, "all_reduce"), (Work, "wait")],
-    "statistics": [(Engine, "was_first_of_its_size"), (Worker, "_is_stopping"), (Worker, "_wish")],
+    "statistics": [(Engine, "was_first_of_its_size"), (RunEvents, "is_stopping"), (RunEvents, "wish")],
     "wait": [(gradient_sync, "record_wait")],
     "policy": [
         *((kind, name) for kind in (Fixed, Balanced) for name in ("shares", "note", "fingerprint")),
@@ -242,9 +242,7 @@ def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str,
     parsed = parse_devices(devices)
     if len(parsed) == 1:
         info = RankInfo(0, parsed)
-        return measure(
-            rounds, steps, Worker(task, config, info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
-        )
+        return measure(rounds, steps, Worker(task, config, info, lambda _: SoloGroup(), Requests(), Reporter("off")))
     config, _ = settle(config, parsed)
     content = (task, config, partial(program, rounds, steps))
     return run_ranks(content, parsed, Requests(), Silent("off"), _read)

@@ -3,7 +3,6 @@
 The same on real processes, from every kind of start, is in test_entry_points.py.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from uneven.config import RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
@@ -47,7 +47,7 @@ def make_loop(
 
     def make_worker(task: Task) -> Worker:
         rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
-        return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent(), is_own_loop=True)
+        return Worker(task, config, rank_info, lambda _: group, Requests(), Silent())
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         return collect(worker.group, worker.result(), worker.axis)

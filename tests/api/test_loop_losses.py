@@ -24,6 +24,7 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import optimizer_factory
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.train.rank_info import RankInfo
@@ -76,7 +77,7 @@ def run(
 ) -> tuple[Found, Any]:
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         def make_worker(task: Task) -> Worker:
-            worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group), is_own_loop=True)
+            worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
             worker.membership = membership
             return worker
 

@@ -61,7 +61,7 @@ def plain_body(loop: Loop, stop_after: int = 1000) -> TrainedState:
         for x, y in loop.batches(epoch):
             loop.step(F.cross_entropy(loop(x), y))
             if loop.global_step > stop_after:
-                loop.worker.stop.set()
+                loop.worker.requests.stop.set()
     return loop.finish()
 
 

@@ -1,7 +1,6 @@
 """The order of samples in an epoch: drawn by the user's sampler alike on every rank, shortened by drop_last."""
 
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from uneven.config import Loading, RunConfig, Task, resolve
 from uneven.data.epoch_order import DrawnOrder, make_axis, make_order
 from uneven.data.feed import make_feed
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.axis import part_of
 from uneven.policy.exact import Fixed
@@ -135,7 +135,7 @@ def test_a_state_carried_from_batch_to_batch_is_that_of_one_device_with_fixed_sh
     def rank(group: ThreadGroup) -> dict[str, torch.Tensor]:
         def make_worker(task: Task) -> Worker:
             info = RankInfo(group.rank, devices)
-            return Worker(task, config, info, lambda _: group, threading.Event(), Silent(), is_own_loop=True)
+            return Worker(task, config, info, lambda _: group, Requests(), Silent())
 
         def save(worker: Worker, was_interrupted: bool) -> Any:
             return collect(worker.group, worker.result(), worker.axis)

@@ -1,7 +1,6 @@
 """The user's own pipeline is what it is in a DataLoader: the same batches, on one rank or several; or a refusal."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -24,6 +23,7 @@ from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.user_loader import take_apart
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
@@ -110,7 +110,7 @@ def train_on_threads(size: int, loader: "DataLoader[Any]", **settings: Any) -> l
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
-        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
+        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, Requests(), Silent()).train()
 
     results = on_threads(size, rank)
     axis = make_axis(make_order(task, config), config, size)

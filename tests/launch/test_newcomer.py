@@ -1,7 +1,6 @@
 """Whether a rank that joins a run fits it, before it is in a roster: against a real store, its worker is made here."""
 
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from uneven.hardware.roster import Roster
 from uneven.launch.checks.agreement import describe_data
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.newcomer import RUN, check_newcomer, describe_run, facts_key
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -35,7 +35,7 @@ def make_worker(rank: int, values: float = 1.0, *, width: int = 1, skip: str | N
     )
     config = RunConfig(batch_size=4, epochs=1, skip=skip)
     info = RankInfo(rank, DEVICES, roster=TWO_MACHINES, member=f"pc/cpu/{rank}")
-    return Worker(task, config, info, lambda _: None, threading.Event(), Silent())  # type: ignore[arg-type,return-value]
+    return Worker(task, config, info, lambda _: None, Requests(), Silent())  # type: ignore[arg-type,return-value]
 
 
 class Leading:

@@ -389,7 +389,7 @@ def test_a_wish_for_a_checkpoint_reaches_the_worker_and_needs_a_folder(
     run = builder.out(tmp_path / "run").run()
     assert seen.wait(100)
     run.checkpoint()
-    assert workers[0].save_requested.is_set()
+    assert workers[0].requests.save.is_set()
     release.set()
     run.join()
     run = builder.out(None).run()

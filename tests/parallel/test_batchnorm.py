@@ -1,7 +1,6 @@
 """Synchronised BatchNorm: values, gradients and running statistics against torch's own on all samples at once."""
 
 import copy
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.parallel.batchnorm import BatchNormSync, describe_batchnorm, synced_buffers, synchronise
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -183,7 +183,7 @@ def train(size: int, step: Any = mean_loss, make_model: Any = Net, **changes: An
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
-        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
+        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, Requests(), Silent()).train()
 
     return on_threads(size, rank)
 

@@ -1,5 +1,4 @@
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from uneven.config import Task, resolve
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.results.state import capture_state
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
@@ -181,7 +181,7 @@ def test_synchronised_batchnorm_leaves_the_structure_that_was_asked_for() -> Non
 
     def rank(group: ThreadGroup) -> TrainedState:
         rank_info = RankInfo(group.rank, devices)
-        return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent()).train().state
+        return Worker(task, config, rank_info, lambda _: group, Requests(), Silent()).train().state
 
     state = on_threads(2, rank)[0]
     assert state.structure == make_graph(nn.ReLU()).structure

@@ -5,7 +5,6 @@ themselves are tested on CUDA.
 """
 
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from uneven import InputError, TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.policy.exact import Balanced
@@ -328,9 +328,7 @@ def test_synchronised_batchnorm_is_refused_in_words(captures: list[list[int]]) -
     config = resolve({"batch_size": 8, "epochs": 1, "compile": "graph", "sync_batchnorm": True, "policy": "sync"})
     data = TensorData(torch.randn(32, 6), torch.zeros(32, dtype=torch.int64))
     task = Task(make, lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
-    worker = Worker(
-        task, config, RankInfo(0, parse_devices("cpu,cpu")), lambda _: Mirror(), threading.Event(), Silent()
-    )
+    worker = Worker(task, config, RankInfo(0, parse_devices("cpu,cpu")), lambda _: Mirror(), Requests(), Silent())
     with pytest.raises(InputError, match=r"sync_batchnorm=True.*use compile='off'"):
         worker.train()
 
@@ -351,7 +349,7 @@ def half_of_a_run(compile: str, **changes: Any) -> RankResult:
     data = TensorData(torch.randn(70, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(70) % 3)
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.AdamW(params, lr=1e-2), loss_and_count, data)
     rank_info = RankInfo(0, parse_devices("cuda:0,cuda:0"))
-    return Worker(task, config, rank_info, lambda _: Mirror(), threading.Event(), Silent()).train()
+    return Worker(task, config, rank_info, lambda _: Mirror(), Requests(), Silent()).train()
 
 
 @pytest.mark.cuda

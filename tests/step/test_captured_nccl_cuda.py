@@ -3,7 +3,6 @@
 The ranks are processes of tests/ranks.py; each of their functions returns what the test then compares.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from uneven import TensorData
 from uneven.comm.group import Group
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.exact import Balanced
 from uneven.step.captured import CapturedBackward
 from uneven.train.rank_info import RankInfo
@@ -60,7 +60,7 @@ def run(group: Group, optimizer: str, step: Any, settings: dict[str, Any], x: An
     task = Task(lambda: Net(torch.float64), OPTIMIZERS[optimizer], step, TensorData(x.double(), Y))
     info = RankInfo(group.rank, parse_devices("cuda:0,cuda:0"))
     with replayed() as replays:
-        result = Worker(task, config, info, lambda _: group, threading.Event(), Silent()).train()
+        result = Worker(task, config, info, lambda _: group, Requests(), Silent()).train()
     params = {name: value.cpu() for name, value in result.state.params.items()}
     history = [entry["train_loss"] for entry in result.run.history]
     return {"params": params, "loss": history, "dropped": result.dropped, "replays": replays}

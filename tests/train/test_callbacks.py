@@ -206,17 +206,18 @@ def test_a_wrong_input_found_by_a_callback_is_one() -> None:
 def test_the_time_of_callbacks_is_a_state_of_its_own_and_no_work_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither training time nor a reason to give the rank a smaller share."""
     busy_ms: list[float] = []
-    read = GradientSync._read
+    step = GradientSync.step
 
-    def noted(sync: GradientSync, slot: Any, stats: Any) -> None:
-        busy_ms.append(stats[0].busy_ms)
-        read(sync, slot, stats)
+    def noted(sync: GradientSync, *arguments: Any) -> bool:
+        is_stopped = step(sync, *arguments)
+        busy_ms.append(sync.busy_ms[0])
+        return is_stopped
 
     class Slow(Callback):
         def on_step(self, info: CallbackInfo) -> None:
             threading.Event().wait(0.2)
 
-    monkeypatch.setattr(GradientSync, "_read", noted)
+    monkeypatch.setattr(GradientSync, "step", noted)
     result = train(2, max_steps=3, callbacks=lambda rank: [Slow()] if rank == 0 else [])[0]
     (account,) = result.timeline.accounts
     assert account.seconds["user"] >= 0.6

@@ -22,6 +22,7 @@ from tests.train.test_streams import Plain, Shards
 from tests.train.test_streams import train as train_stream
 from uneven.config import Evaluation, Task, resolve
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.finish import Cost
 from uneven.policy.slot_schedule import SlotSchedule
@@ -100,9 +101,7 @@ def train(
         task = Task(partial(Net, torch.float64), OPTIMIZERS["sgd"], mean_loss, DATA, None, evaluation)
         info = RankInfo(group.rank, parse_devices(["cpu", "cpu"]))
         change(group)
-        worker = Worker(
-            task, config, info, lambda _: group if held is None else held.join(group), threading.Event(), Silent()
-        )
+        worker = Worker(task, config, info, lambda _: group if held is None else held.join(group), Requests(), Silent())
         result = worker.train()
         logs[group.rank] = result.log
         return collect(group, result, worker.axis)
@@ -223,8 +222,8 @@ class Store:
 
 def test_waiting_is_communication_on_the_timeline_and_no_work_of_the_ranks() -> None:
     now = [0]
-    recorder, store, waits = Recorder(clock=lambda: now[0]), Store(), list[int]()
-    claims = SlotClaims(store.claim, recorder, waits.append)
+    recorder, store = Recorder(clock=lambda: now[0]), Store()
+    claims = SlotClaims(store, recorder)
     recorder.enter("data")
     assert claims.claim(3) == 0
     claims.ask(2)
@@ -253,7 +252,8 @@ def test_waiting_is_communication_on_the_timeline_and_no_work_of_the_ranks() -> 
     recorder.enter = note()  # type: ignore[method-assign]
     assert claims.take() == 5
     assert began.is_set()
-    assert waits[-1] == 5_000_000
+    assert claims.take_waited_ns() == 5_000_000
+    assert claims.take_waited_ns() == 0, "each wait once"
     assert recorder.state == "data"
     claims.close()
     claims.close()
@@ -261,7 +261,7 @@ def test_waiting_is_communication_on_the_timeline_and_no_work_of_the_ranks() -> 
 
 
 def test_near_the_store_there_is_no_thread() -> None:
-    claims = SlotClaims(Store().claim, Recorder(), lambda _: None)
+    claims = SlotClaims(Store(), Recorder())
     assert [claims.claim(count) for count in (3, 1, 2)] == [0, 3, 4]
     assert not claim_threads()
     claims.close()
@@ -271,7 +271,7 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer(monkeypatch: pyt
     monkeypatch.setattr(claims_module, "CLOSE_S", 0.01)
     store = Store()
     store.free.clear()
-    claims = SlotClaims(store.claim, Recorder(), lambda _: None)
+    claims = SlotClaims(store, Recorder())
     claims.ask(1)
     thread = claim_threads()[0]
     claims.close()
@@ -287,11 +287,12 @@ def test_the_first_claim_connects_and_is_no_measure(monkeypatch: pytest.MonkeyPa
     now = [0]
     took_ms = iter([900, 20, 30, 40])
 
-    def claim(count: int) -> int:
-        now[0] += next(took_ms) * 1_000_000
-        return count
+    class Slow:
+        def claim(self, count: int) -> int:
+            now[0] += next(took_ms) * 1_000_000
+            return count
 
-    claims = SlotClaims(claim, Recorder(clock=lambda: now[0]), lambda _: None)
+    claims = SlotClaims(Slow(), Recorder(clock=lambda: now[0]))
     found = []
     for _ in range(4):
         claims.claim(1)

@@ -1,6 +1,5 @@
 """A run on three machines whose clocks differ by a minute and drift: the worker reads them through a real store."""
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from uneven.comm.store import open_store, reach_store
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
+from uneven.launch.requests import Requests
 from uneven.timeline.record import TRAINING, Recorder
 from uneven.timeline.timeline import Timeline
 from uneven.train import worker as worker_module
@@ -43,7 +43,7 @@ def test_a_run_on_three_machines_is_one_timeline(monkeypatch: pytest.MonkeyPatch
     def train(group: ThreadGroup) -> tuple[RankResult, dict[str, Any]]:
         info = RankInfo(group.rank, devices, roster=roster)
         info.clocks = MachineClocks(reach_store("127.0.0.1", port), roster, group.rank)
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+        worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
         return worker.train(), worker.show()
 
     results, shown = zip(*on_threads(4, train), strict=True)

@@ -1,6 +1,5 @@
 """global_batch_size="auto": chosen once on all ranks alike, recorded, exact, and refused where nothing is measured."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from uneven import TensorData, fit
 from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.train import global_batch
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -27,7 +27,7 @@ def train(size: int, scheduler: Any = None, **changes: Any) -> list[tuple[RankRe
 
     def rank(group: ThreadGroup) -> tuple[RankResult, Worker]:
         info = RankInfo(group.rank, devices)
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+        worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
         return worker.train(), worker
 
     return on_threads(size, rank)

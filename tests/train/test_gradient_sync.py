@@ -5,7 +5,6 @@ tests/launch/test_run.py.
 """
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.parallel.tensor_parallel import Columns, Plan, Rows
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced
@@ -93,7 +93,7 @@ def train(
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
-        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
+        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, Requests(), Silent()).train()
 
     results = on_threads(size, rank)
     axis = Axis(len(data), config.slot_size(size), config.epochs)

@@ -20,6 +20,7 @@ from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.policy.finish import Cost
 from uneven.policy.scale import ramp
@@ -38,7 +39,7 @@ def train(
     scheduler: Any = None,
     evaluation: Evaluation | None = None,
     make_model: Callable[[], nn.Module] | None = None,
-    stop: threading.Event | None = None,
+    stop: Requests | None = None,
     is_whole: bool = True,
     **changes: Any,
 ) -> list[RankResult]:
@@ -50,7 +51,7 @@ def train(
 
     def rank(group: ThreadGroup) -> RankResult:
         return Worker(
-            task, config, RankInfo(group.rank, devices), lambda _: group, stop or threading.Event(), Silent()
+            task, config, RankInfo(group.rank, devices), lambda _: group, stop or Requests(), Silent()
         ).train()
 
     results = on_threads(size, rank)
@@ -299,8 +300,8 @@ def once_at(place: int, act: Callable[[], Any]) -> Callable[[nn.Module, Any], to
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_stop_request_stops_all_with_equal_replicas(policy: str) -> None:
-    stop = threading.Event()
-    results = train(3, policy=policy, epochs=50, step=once_at(60, stop.set), stop=stop, is_whole=False)
+    stop = Requests()
+    results = train(3, policy=policy, epochs=50, step=once_at(60, stop.stop.set), stop=stop, is_whole=False)
     assert not results[0].state.finished
     assert 3 <= sum(len(result.log) for result in results) < 60
 

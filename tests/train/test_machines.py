@@ -1,6 +1,5 @@
 """Training on 1 + 2 + 1 ranks of three machines, as threads over real transports, against one process."""
 
-import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -85,7 +85,7 @@ def train(make_optimizer: Callable[[Any], torch.optim.Optimizer], **changes: Any
         sums = record_sums(group)
         task = Task(lambda: Net(torch.float64), make, mean_loss, data)
         info = RankInfo(group.rank, devices)
-        result = Worker(task, config, info, lambda _: group, threading.Event(), Silent()).train()
+        result = Worker(task, config, info, lambda _: group, Requests(), Silent()).train()
         return result, made[-1], sums
 
     found = on_machines(MACHINES, rank)

@@ -4,7 +4,6 @@ Params are compared with a plain loop that leaves out the same global batches, i
 """
 
 import math
-import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,6 +21,7 @@ from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.errors import NotFiniteError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -244,7 +244,7 @@ def test_the_run_ends_after_three_in_a_row(size: int, kind: str, words: str) -> 
         task = Task(lambda: Net(torch.float64), OPTIMIZERS["adam"], step, TensorData(X, Y))
         info = RankInfo(group.rank, parse_devices(["cpu"] * size))
         with pytest.raises(NotFiniteError) as caught:
-            Worker(task, config, info, lambda _: group, threading.Event(), Silent()).train()
+            Worker(task, config, info, lambda _: group, Requests(), Silent()).train()
         messages.append(str(caught.value))
 
     on_threads(size, run)

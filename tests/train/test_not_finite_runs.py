@@ -6,7 +6,6 @@ The exact policies are in test_not_finite.py, the step itself in tests/step/test
 import json
 import math
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import check_dropped
 from uneven.errors import NotFiniteError, RankError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.axis import Axis, Part
 from uneven.results.progress import epoch_line
@@ -57,7 +57,7 @@ def run_rank(group: ThreadGroup, step: Any, **changes: Any) -> TrainedState:
     config = resolve({"batch_size": 8, "epochs": 3, "seed": SEED, "policy": "async", "anchor": 2, **changes})
     task = Task(lambda: Net(torch.float64), OPTIMIZERS["adam"], step, TensorData(X, Y))
     info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
-    worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+    worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
     return collect(group, worker.train(), worker.axis)
 
 

@@ -12,6 +12,7 @@ from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven import TensorData
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -32,7 +33,7 @@ def test_a_rank_tells_which_collective_it_waits_for(monkeypatch: pytest.MonkeyPa
 
     def train(group: ThreadGroup) -> None:
         info = RankInfo(group.rank, parse_devices(["cpu", "cpu"]))
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+        worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
         workers[threading.get_ident()] = worker
         assert "collective" not in worker.show()
         worker.train()

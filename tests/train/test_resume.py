@@ -24,6 +24,7 @@ from uneven.config import Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.timeline.timeline import RunFacts
@@ -82,13 +83,20 @@ def train(
 ) -> TrainedState:
     """The state of a whole run, checked to be exactly once; `callbacks(stop)` makes each rank's own."""
     config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, "lr_scale": 1.0, **changes})
-    devices, stop = parse_devices(["cpu"] * size), threading.Event()
+    devices, requests = parse_devices(["cpu"] * size), Requests()
 
     def rank(group: ThreadGroup) -> TrainedState:
+        own = tuple(callbacks(requests.stop))
         task = Task(
-            make_model, OPTIMIZERS[optimizer], mean_loss, data, scheduler, evaluation, callbacks=tuple(callbacks(stop))
+            make_model,
+            OPTIMIZERS[optimizer],
+            mean_loss,
+            data,
+            scheduler,
+            evaluation,
+            callbacks=own,
         )
-        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, stop, Silent())
+        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, requests, Silent())
         if watch is not None:
             watch(worker)
         return collect(group, worker.train(), worker.axis)
@@ -222,7 +230,7 @@ def request_a_save(worker: Worker, at: int, ranks: tuple[int, ...]) -> None:
 
     def after_step(info: Any) -> None:
         if info.rank in ranks and info.step >= at and not worker.run.saves:
-            worker.wishes.requested.set()
+            worker.wishes.requests.save.set()
 
     worker.callbacks._hooks["on_step"].append(("Request", after_step))
     worker.callbacks.is_any = True

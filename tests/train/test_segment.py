@@ -1,6 +1,5 @@
 """Training in segments, on threads: real workers, a few milliseconds each; no time is asserted."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven.config import RunConfig, Task
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.step.eager import EagerStep
 from uneven.train.segment import Segment, train_in_segments
 from uneven.train.worker import RankInfo, Worker
@@ -29,7 +29,7 @@ def make_worker(group: ThreadGroup, policy: str, epochs: int = 10**6) -> Worker:
     task = Task(lambda: nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.01), step, data)
     config = RunConfig(batch_size=BATCH, epochs=epochs, policy=policy)
     rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
-    return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent())
+    return Worker(task, config, rank_info, lambda _: group, Requests(), Silent())
 
 
 @pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])

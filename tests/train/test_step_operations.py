@@ -1,6 +1,5 @@
 """An exact step runs few tensor operations beside the model's own: each costs as much as a small layer on a CPU."""
 
-import threading
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from uneven import TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
@@ -60,7 +60,7 @@ def test_a_step_of_one_rank_adds_few_operations_to_a_plain_loop() -> None:
     config = resolve({"batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off"})
     task = Task(make_model, make_optimizer, loss_of, DATA)
     info = RankInfo(0, parse_devices("cpu"))
-    worker = Worker(task, config, info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
+    worker = Worker(task, config, info, lambda _: SoloGroup(), Requests(), Reporter("off"))
     with worker.recording():
         synchronizer = worker.prepare()
         stream = worker.engine.feed.stream(synchronizer.parts())

@@ -1,6 +1,5 @@
 """Steps beside epochs: max_steps, evaluations and checkpoints at slots, ReduceLROnPlateau; against plain loops."""
 
-import threading
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo, RankResult
@@ -44,7 +44,7 @@ def train(
     evaluation: Evaluation | None = None,
     callbacks: Any = (),
     is_whole: bool = True,
-    stop: threading.Event | None = None,
+    stop: Requests | None = None,
     **changes: Any,
 ) -> list[RankResult]:
     """Workers on threads; `callbacks` is a list of them, the same objects on all ranks, or a function of the rank."""
@@ -58,7 +58,7 @@ def train(
             partial(Net, torch.float64), OPTIMIZERS["sgd"], mean_loss, data, scheduler, evaluation, callbacks=own
         )
         info = RankInfo(group.rank, devices)
-        return Worker(task, config, info, lambda _: group, stop or threading.Event(), Silent()).train()
+        return Worker(task, config, info, lambda _: group, stop or Requests(), Silent()).train()
 
     results = on_threads(size, rank)
     axis = Axis(len(X), config.slot_size(size), config.epochs, max_slots=config.max_steps)

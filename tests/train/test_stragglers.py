@@ -1,6 +1,5 @@
 """A device that becomes too slow to help, in a whole run: left out, tried again, told of; and the result is exact."""
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Balanced
 from uneven.policy.finish import Cost
@@ -57,7 +57,7 @@ def train(size: int, batch_size: int, policy: str = "balanced") -> tuple[list[Ra
     def rank(group: ThreadGroup) -> RankResult:
         info = RankInfo(group.rank, parse_devices(["cpu"] * size))
         report = Said() if group.rank == 0 else Silent()
-        return Worker(task, config, info, lambda _: group, threading.Event(), report).train()
+        return Worker(task, config, info, lambda _: group, Requests(), report).train()
 
     results = on_threads(size, rank)
     axis = Axis(len(X), config.slot_size(size), 1)

@@ -21,6 +21,7 @@ from uneven.data.sample_order import prove_exactly_once
 from uneven.data.source import units
 from uneven.errors import InputError, RankError
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
@@ -85,7 +86,7 @@ def train(
 
     def rank(group: ThreadGroup) -> RankResult:
         info = RankInfo(group.rank, devices)
-        workers[group.rank] = worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+        workers[group.rank] = worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
         return worker.train()
 
     results = on_threads(size, rank)

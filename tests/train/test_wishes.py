@@ -1,6 +1,5 @@
 """Checkpoints and evaluations by the clock: rank 0 keeps the time, and whoever becomes rank 0 goes on with it."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -8,25 +7,24 @@ import pytest
 from tests.train.clusters import Loss
 from tests.train.elastic.test_settle import train
 from uneven.config import read_every
-from uneven.train.synchronizer import Wish
-from uneven.train.wishes import Wishes
+from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
+from uneven.train.rank_info import RankInfo
+from uneven.train.wishes import Wish, Wishes
 
 AT_ONCE = "0.0000001 s"  # over with every step
 STEPS = 6
 
 
 def test_the_rank_that_becomes_the_first_goes_on_with_the_intervals() -> None:
-    ranks = [0, 1]
-    first, second = (
-        Wishes(read_every("10 s"), read_every("4 s"), threading.Event(), lambda place=place: ranks[place] == 0)  # type: ignore[misc]
-        for place in range(2)
-    )
+    infos = [RankInfo(rank, parse_devices("cpu,cpu")) for rank in range(2)]
+    first, second = (Wishes(read_every("10 s"), read_every("4 s"), Requests(), info) for info in infos)
     seconds = 10**9
     for wishes in (first, second):
         wishes.start(0)
         wishes.evaluated(5 * seconds)
     assert (first.ask(11 * seconds), second.ask(11 * seconds)) == (Wish.SAVE | Wish.EVALUATE, Wish.NONE)
-    ranks[:] = [1, 0]
+    infos[0].rank, infos[1].rank = 1, 0
     second.start(8 * seconds)  # with the ranks that are left
     assert second.ask(8 * seconds) == Wish.NONE
     assert second.ask(9 * seconds) == Wish.EVALUATE
@@ -34,7 +32,7 @@ def test_the_rank_that_becomes_the_first_goes_on_with_the_intervals() -> None:
     second.saved(10 * seconds)
     assert second.ask(19 * seconds) == Wish.EVALUATE
     assert first.ask(99 * seconds) == Wish.NONE
-    first.requested.set()
+    first.requests.save.set()
     assert first.ask(99 * seconds) == Wish.SAVE, "any rank may ask for one"
 
 

@@ -212,7 +212,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(requests)
-        return context.make_worker(task, config, devices, requests, reporter, is_own_loop=True)
+        return context.make_worker(task, config, devices, requests, reporter)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         interference = Interference.between(begin, read_counters(context.tree_pid))

@@ -55,7 +55,7 @@ class Loop(LoopCalls):
         """
         self._save, self._end_run = save, end_run
         self._steps = BatchSteps()
-        self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss))
+        self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss, is_own_loop=True))
         self._log = EpochLog()
         worker.events.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
         self._iterated: int | None = None  # the epoch inside whose batches the user is

@@ -151,4 +151,4 @@ class CheckpointCalls(LoopLeaving):
             raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
         if self.worker.saves.why_not is not None:
             raise InputError(f"ddp.checkpoint(): {self.worker.saves.why_not}")
-        self.worker.wishes.requested.set()
+        self.worker.wishes.requests.save.set()

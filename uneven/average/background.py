@@ -80,7 +80,7 @@ class BackgroundAverage:
     """Life cycle: `start`, then `finish`, in turn and equally often on every rank; `is_done` between them; `close`.
 
     Or `abandon`, where a rank is lost: then the group is of no use, and another BackgroundAverage goes on with the same
-    replica, transport and buffers. `before_sending` is called by the averaging thread before anything is sent.
+    replica, transport and buffers.
 
     `verify` compares checksums on the way: the snapshot taken is the one sent and, after the sum, still the same, every
     rank has the same average, and the average received is the one merged. Until then nobody counts the round. A
@@ -95,7 +95,6 @@ class BackgroundAverage:
         self.transport = transport
         self.traffic = group.traffic
         self.phase = "idle"
-        self.before_sending: Callable[[], None] | None = None
         self._round: _Round | None = None
         self._late: _Round | None = None  # abandoned; its snapshot may be merged yet
         self._is_abandoned = False
@@ -222,8 +221,6 @@ class BackgroundAverage:
         with self.transport.stream():
             snapshot = self.transport.snapshot.buffer
             round_.is_broken = not (is_finite(snapshot) and self._buffers.is_finite(buffers))
-            if self.before_sending is not None:
-                self.before_sending()
             self._all_reduce_rows(round_, buffers)
             has_params = round_.total_weight > 0 and not _broken_ranks(round_)
             if has_params and not round_.is_abandoned:

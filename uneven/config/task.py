@@ -77,6 +77,7 @@ class Task:
     evaluation: Evaluation | None = None
     loading: Loading = Loading()
     callbacks: tuple[Any, ...] = ()
+    is_own_loop: bool = False  # the user's code calls forward and step: `train_step` returns the loss that it passed
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
     # What the functions made where the script runs, for ranks to compare with (launch/checks/made.py).
     made: Mapping[str, Mapping[str, str]] | None = None

@@ -188,7 +188,6 @@ class ProcessContext:
         requests: Requests,
         report: Report,
         *,
-        is_own_loop: bool = False,
         can_lose: bool = True,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
@@ -204,8 +203,7 @@ class ProcessContext:
         def enter() -> None:
             self._runs, self._rank_info = self._runs + 1, rank_info
 
-        given = (task, config, rank_info, join, requests.stop, report)
-        worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
+        worker = self._worker = Worker(task, config, rank_info, join, requests, report)
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
             told = newcomer.describe_run(self.environment, self._runs + 1, worker, self._shared, self.starts)
             check = partial(newcomer.check_newcomer, self.environment, worker)

@@ -218,7 +218,7 @@ def _probe_local(worker: Worker, policy: str, seconds: float, slowest_ms: float)
     anchor = max(1, min(wanted, int(seconds * 1e3 / (2 * LEAST_WINDOWS * slot_ms))))
     config = local_config(worker.config, policy, anchor)
     info, group = worker.rank_info, worker.group
-    local = Worker(worker.task, config, info, lambda _: group, worker.stop, worker.report)
+    local = Worker(worker.task, config, info, lambda _: group, worker.requests, worker.report)
     with local.recording():
         synchronizer = local.prepare()
         assert isinstance(synchronizer, LocalSGD), "local policies train by it"

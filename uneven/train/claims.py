@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from uneven.policy.claims import MEMORY, typical_ms
 from uneven.timeline.record import Recorder
@@ -26,16 +27,24 @@ class _Claim:
     error: BaseException | None = None
 
 
+class ClaimSource(Protocol):
+    """A Group, as far as claims need it."""
+
+    def claim(self, count: int) -> int: ...
+
+
 class SlotClaims:
     """Life cycle: `claim`, or `ask` and then `take`, in any order; `close` once nothing more is claimed.
 
     The thread starts with the first `ask`: ranks near the store have none. Invariant: at most one claim is on its way,
     so the numbers that this rank gets only grow. Time that the training thread waits for a claim is `communication` on
-    the timeline, and is passed to `note_wait` in ns, because it is no work of this rank's.
+    the timeline, and `take_waited_ns` returns it, because it is no work of this rank's.
     """
 
-    def __init__(self, claim: Callable[[int], int], recorder: Recorder, note_wait: Callable[[int], None]) -> None:
-        self._claim, self._recorder, self._note_wait = claim, recorder, note_wait
+    def __init__(self, source: ClaimSource, recorder: Recorder) -> None:
+        self._source = source
+        self._recorder = recorder
+        self._waited_ns = 0
         self._trips_ms: deque[float] = deque(maxlen=MEMORY)
         self._is_connected = False
         self._on_its_way: _Claim | None = None
@@ -73,6 +82,11 @@ class SlotClaims:
             raise claim.error
         return claim.first
 
+    def take_waited_ns(self) -> int:
+        """How long the training thread has waited for claims since the last call."""
+        waited_ns, self._waited_ns = self._waited_ns, 0
+        return waited_ns
+
     def close(self) -> None:
         """End the thread; a claim on its way is waited for, but not for long. May be called twice."""
         if self._thread is not None:
@@ -86,7 +100,7 @@ class SlotClaims:
         try:
             return reply()
         finally:
-            self._note_wait(recorder.enter(before) - began_ns)
+            self._waited_ns += recorder.enter(before) - began_ns
 
     def _run(self) -> None:
         while (claim := self._queue.get()) is not None:
@@ -99,7 +113,7 @@ class SlotClaims:
     def _make(self, count: int) -> int:
         """The claim itself, timed on whichever thread makes it."""
         began_ns = self._recorder.clock()
-        first = self._claim(count)
+        first = self._source.claim(count)
         if self._is_connected:  # the first claim connects
             self._trips_ms.append((self._recorder.clock() - began_ns) / 1e6)
         self._is_connected = True

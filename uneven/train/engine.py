@@ -48,17 +48,19 @@ from uneven.train.scheduled import check_schedule, grown_scale, make_schedule, s
 class Engine:
     """Life cycle: made on the thread that trains; its warm-up before the first slot where possible, then its steps.
 
-    `is_own_loop`: the user's loop calls forward, so there is no step to run beforehand, batches are needed before the
+    In a loop of the user's own that calls forward, so there is no step to run beforehand, batches are needed before the
     step, and a rank's part of a slot is always one batch.
     """
 
-    def __init__(
-        self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
-    ) -> None:
-        self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
+    def __init__(self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder) -> None:
+        self.task = task
+        self.config = config
+        self.rank_info = rank_info
+        self.recorder = recorder
+        self.is_own_loop = task.is_own_loop
         self.order = make_order(task, config)
         self.device = torch.device(rank_info.device.torch_name)
-        seed_random(config.seed, is_own_loop=is_own_loop)
+        seed_random(config.seed, is_own_loop=task.is_own_loop)
         self.model = build_model(task, config, self.device, rank_info.world_size)
         check_slice(rank_info.device, config.precision, self.model)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
@@ -68,7 +70,6 @@ class Engine:
         )
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.optimizer_made = describe_made(self.optimizer)  # before a strategy puts its own in its place
-        self.is_own_loop = is_own_loop
         self.settle_axis(config)
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
@@ -94,11 +95,13 @@ class Engine:
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
         self.reader = self.feed if isinstance(self.feed, ReaderFeed) else None
-        if is_own_loop:
+        if task.is_own_loop:
             self.feed = LoadedFeed(self.feed)
         # Steps can run beforehand only if the step is ours to call, one device holds the whole model, and samples that
         # were read for it can be read again.
-        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
+        self.can_warm_up = (
+            not task.is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
+        )
         # The next three are set where params or optimizer state are sharded.
         self.full_state: Callable[[], FullState] | None = None
         self.load_full_state: Callable[[FullState], None] | None = None

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from uneven.policy.round_report import RoundReport
 from uneven.train.engine import Engine
-from uneven.train.synchronizer import EpochEnd
+from uneven.train.synchronizer import Hooks
 
 
 class EventCall(NamedTuple):
-    """The arguments of EpochEnd."""
+    """The arguments of Hooks.reach."""
 
     epoch: int
     loss: float
@@ -26,8 +26,10 @@ class EventCall(NamedTuple):
 class EpochEnds:
     """Life cycle: `learn` and `note` with every round that is merged, then `run`. The same on all ranks."""
 
-    def __init__(self, engine: Engine, end_epoch: EpochEnd) -> None:
-        self.engine, self.end_epoch = engine, end_epoch
+    def __init__(self, engine: Engine, hooks: Hooks) -> None:
+        self.engine = engine
+        self.hooks = hooks
+        self.is_silent = False  # nothing is reached: a benchmark trains in segments
         self.epoch = 0  # epochs that all ranks have passed
         self.samples = 0  # of the epoch in progress, trained by all ranks
         self.losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
@@ -80,6 +82,8 @@ class EpochEnds:
         is_stopped = False
         while self.pending:
             call = self.pending[0]
-            is_stopped |= self.end_epoch(call.epoch, call.loss, first=call.first, until=call.until, step=call.step)
+            is_stopped |= not self.is_silent and self.hooks.reach(
+                call.epoch, call.loss, first=call.first, until=call.until, step=call.step
+            )
             self.pending.pop(0)
         return is_stopped

@@ -2,7 +2,7 @@
 
 import threading
 
-from uneven.config import Evaluation, RunConfig
+from uneven.config import Evaluation
 from uneven.data.feed import Feed, make_feed
 from uneven.hardware.device import needs_ranks
 from uneven.policy.exact import Fixed
@@ -13,8 +13,10 @@ from uneven.train.engine import Engine
 class Evaluator:
     """Made with the worker; the feed of the test set is kept from one evaluation to the next."""
 
-    def __init__(self, engine: Engine, config: RunConfig, stop: threading.Event) -> None:
-        self._engine, self._config, self._stop = engine, config, stop
+    def __init__(self, engine: Engine, stop: threading.Event) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._stop = stop
         self._feed: Feed | None = None
 
     def run(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:

@@ -4,7 +4,7 @@ Each rank's statistics (its compute time, a stop request, a fingerprint of its p
 bucket, so agreeing on shares costs no collective of its own. One rank alone takes the same path without a sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from uneven.average.buffers import BufferAverage
@@ -29,23 +29,16 @@ from uneven.train.same_replicas import check_replicas, take_first
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.step_stats import StepStats, StepTimer, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
-from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
-from uneven.train.wishes import request_event
+from uneven.train.synchronizer import Hooks
+from uneven.train.wishes import Wish, request_event, wished
 
 
 class GradientSync:
-    """Invariant: after every slot all ranks hold the same params, up to how their devices round.
+    """Invariant: after every slot all ranks hold the same params, up to how their devices round."""
 
-    `is_stopping()` is true once this rank was asked to stop; `end_epoch` is called after an epoch's last slot.
-    """
-
-    def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
+    def __init__(self, engine: Engine, hooks: Hooks) -> None:
         self.engine = engine
-        self._is_stopping, self.end_epoch = is_stopping, end_epoch
-        self.after_step: AfterSlot = no_callback
-        self.after_round: AfterSlot = no_callback
-        self.wish: Callable[[], Wish] = no_wish
-        self.before_change: Callable[[], None] = no_wait
+        self.hooks = hooks
         self.wished = Wish.NONE  # by any rank, in the last step
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
@@ -142,10 +135,10 @@ class GradientSync:
         engine, is_stopped = self.engine, self.step(part, micros)
         if self._is_skipping:
             return self._end_event(self.epoch)
-        self._timer.leave_out(self.after_step(engine.trained))
+        self._timer.leave_out(self.hooks.after_step(engine.trained))
         if engine.rank_info.world_size == 1:
-            is_stopped = self._is_stopping()  # also where a callback has just asked for it
-            self.wished = self.wish()
+            is_stopped = self.hooks.is_stopping()  # also where a callback has just asked for it
+            self.wished = self.hooks.wish()
         if self.wished:
             request_event(engine.events, engine.trained, self.wished, engine.trained - 1)
         is_stopped |= self.reach_event(engine.trained - 1)
@@ -185,7 +178,7 @@ class GradientSync:
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
         if self.event_loss is None:
             self.event_loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
-        is_stopped = self.end_epoch(epoch, self.event_loss, first=epoch, until=engine.trained, step=step)
+        is_stopped = self.hooks.reach(epoch, self.event_loss, first=epoch, until=engine.trained, step=step)
         self.event_loss = None
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.settle()
@@ -204,7 +197,7 @@ class GradientSync:
         else:
             verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
-            is_stopped = self._is_stopping()
+            is_stopped = self.hooks.is_stopping()
         engine.recorder.enter("other")
         if self._is_skipping:
             return False
@@ -236,7 +229,7 @@ class GradientSync:
             has_own_rates = self.lr_scale == 1.0 and engine.schedule.is_constant
             check_replicas(self.group, engine.model, engine.optimizer, has_own_rates=has_own_rates)
             if info.has_cuda:
-                self.before_change()
+                self.hooks.before_change()
                 take_first(self.group, engine.model)
         self.buffers.run(self.group, self.weight)
         self.weight = 0
@@ -318,9 +311,9 @@ class GradientSync:
         engine = self.engine
         # Before the wait for the device, which computes meanwhile.
         self._follow_speeds()
-        status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
+        status = RankStatus.STOP_REQUESTED if self.hooks.is_stopping() else RankStatus.TRAINING
         fingerprint, user_ms = float(self.policy.fingerprint()), self._timer.take_user_ms()
-        wish = float(self.wish())
+        wish = float(self.hooks.wish())
         is_first = float(engine.was_first_of_its_size(part))
         engine.run_ahead.catch_up()
         engine.simulate_slowdown(self._timer.began_ns)

@@ -34,23 +34,19 @@ from uneven.train.round_costs import RoundCosts
 from uneven.train.round_tally import RoundTally
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.stragglers import Stragglers
-from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
-from uneven.train.wishes import follow_wish
+from uneven.train.synchronizer import Hooks
+from uneven.train.wishes import Wish, follow_wish
 
 
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
 
-    def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
+    def __init__(self, engine: Engine, hooks: Hooks) -> None:
         self.engine = engine
-        self._is_stopping = is_stopping
-        self.after_step: AfterSlot = no_callback
-        self.after_round: AfterSlot = no_callback
-        self.wish: Callable[[], Wish] = no_wish
-        self.before_change: Callable[[], None] = no_wait
+        self.hooks = hooks
         self.wished = Wish.NONE
         self.notes: list[str] = []
-        self.epochs = EpochEnds(engine, end_epoch)
+        self.epochs = EpochEnds(engine, hooks)
         self.tally = RoundTally(engine)
         self.buffers = BufferAverage(engine.model)
         self.stream_end = StreamEnd(engine.axis)
@@ -59,7 +55,7 @@ class LocalSGD:
         self._skips = False  # a rank leaves out the rest of the epoch
         self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
         self._free_ns = 0  # start of the rank's own work since its last collective
-        self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
+        self.claims = SlotClaims(self.group, engine.recorder)
         self.agreed: LocalState | None = None  # by a settlement, until `initialize` begins from it
         self.average: BackgroundAverage
         self._has_thread = False  # `average` was made here, so `close` ends its thread
@@ -121,7 +117,11 @@ class LocalSGD:
         return stopped_ledger(self.engine, self.windows.passed, self._mark)
 
     def reset_timer(self) -> None:
+        self._begin_timing()
+
+    def _begin_timing(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
+        self.claims.take_waited_ns()
 
     def note_user_time(self, ns: int) -> None:
         self.tally.user_ns, self._free_ns = self.tally.user_ns + ns, self._free_ns + ns
@@ -131,7 +131,7 @@ class LocalSGD:
 
         For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
         """
-        self.epochs.end_epoch = lambda *_, **__: False
+        self.epochs.is_silent = True
         self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
@@ -152,7 +152,7 @@ class LocalSGD:
         """Train the part, if it has samples, then enter and merge the rounds that are due."""
         if part.samples:
             self.slot_schedule.trained(self._step(part, micros))
-            self.after_step(part.slot.index + 1)
+            self.hooks.after_step(part.slot.index + 1)
         while not self._is_ended:
             if self.slot_schedule.in_flight:
                 if not self._may_merge():
@@ -167,7 +167,7 @@ class LocalSGD:
                 self._enter(self._status)
             else:
                 break
-        self._free_ns = self.engine.recorder.enter("data")
+        self._begin_timing()
         if self.is_stopped:
             self.engine.recorder.event("stop", slot=self.engine.trained)
         return self.is_stopped
@@ -244,10 +244,6 @@ class LocalSGD:
         del done  # those that are over are not pending
         return self.epochs.run()
 
-    def _note_wait(self, ns: int) -> None:
-        """Waiting for a claim is not this rank's own work."""
-        self._free_ns += ns
-
     @property
     def _is_ended(self) -> bool:
         return self.is_stopped or self.slot_schedule.is_over
@@ -255,12 +251,12 @@ class LocalSGD:
     @property
     def _stops(self) -> bool:
         """This rank cannot go on, or any was asked to stop: rounds follow at once until every rank knows."""
-        return self._has_failed or self.others_stop or self._is_stopping()
+        return self._has_failed or self.others_stop or self.hooks.is_stopping()
 
     @property
     def _hurries(self) -> bool:
         """Rounds follow at once. A rank that leaves trains nothing after the round that it hands its work in with."""
-        return self._stops or self._skips or Wish.LEAVE in self.wish()
+        return self._stops or self._skips or Wish.LEAVE in self.hooks.wish()
 
     @property
     def _has_failed(self) -> bool:
@@ -283,6 +279,7 @@ class LocalSGD:
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         engine.begin_slot(part.slot.index, self.scale.value)
+        self._free_ns += self.claims.take_waited_ns()  # waiting for a claim is not this rank's own work
         verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
@@ -318,11 +315,17 @@ class LocalSGD:
             fingerprint=float(self.windows.fingerprint()),
             user_ms=entered.user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
-            wish=float(self.wish()),
+            wish=float(self.hooks.wish()),
             limit=float(self.slot_schedule.set_limit()),
         )
-        self.average.before_sending = tally.writer(self.windows.due, self.scale.value)
-        self.average.start(entered.weight, lambda: entered.with_losses(known))
+        write_down = tally.writer(self.windows.due, self.scale.value)
+
+        def row() -> RoundReport:
+            """By the averaging thread, before anything is sent."""
+            write_down()
+            return entered.with_losses(known)
+
+        self.average.start(entered.weight, row)
         self.slot_schedule.enter()
         self._entered = self.slot_schedule.parts
         self.costs.entered(began_ns)
@@ -330,7 +333,7 @@ class LocalSGD:
     def _receive(self) -> list[RoundReport]:
         """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
         recorder = self.engine.recorder
-        self.before_change()
+        self.hooks.before_change()
         began_ns = recorder.enter("wait")
         self.average.wait()
         here_ns = recorder.clock()
@@ -383,7 +386,7 @@ class LocalSGD:
             self._mark = len(self.engine.log)
         if isinstance(self.windows, RecordedWindows) and self.windows.was_stopped:
             self.average_buffers()  # as where a stopped run is saved
-        self.after_round(event if is_event else due)
+        self.hooks.after_round(event if is_event else due)
         before = self.epoch
         self.epochs.note(rows, event if is_event else None)
         if self.epoch > before:

@@ -72,11 +72,11 @@ class RoundTally:
         self.samples, self.dropped, self.busy_ms, self.user_ns = 0, 0, 0.0, 0
         return self.entered
 
-    def writer(self, due: int, lr_scale: float) -> Callable[[], None] | None:
-        """Writes down what the round that was entered carries; None where nobody would read it."""
+    def writer(self, due: int, lr_scale: float) -> Callable[[], None]:
+        """Writes down what the round that was entered carries, where somebody would read it."""
         engine, records, entered = self._engine, self._engine.rank_info.records, self.entered
         if records is None:
-            return None
+            return lambda: None
         assert entered is not None, "a round was entered"
         parts, dropped = engine.log[self.parts : entered.parts], engine.dropped.parts[self.bad_parts :]
         about = Round(due, entered.parts, engine.rounds[-1].merged, lr_scale)

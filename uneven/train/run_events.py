@@ -24,7 +24,7 @@ from uneven.train.rank_info import Report
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer
-from uneven.train.wishes import Wishes
+from uneven.train.wishes import Wish, Wishes
 
 Mark = tuple[int, float]  # (slots, training seconds) at an entry of the history
 Span = tuple[Mark, Mark]
@@ -42,7 +42,10 @@ class _Before:
 
 
 class RunEvents:
-    """Life cycle: made with the worker; `synchronizer` is set when the group has formed, then `reach` per event."""
+    """Life cycle: made with the worker; `use` when the group has formed, then `reach` per event.
+
+    The Hooks of the synchronizers.
+    """
 
     def __init__(
         self,
@@ -51,12 +54,16 @@ class RunEvents:
         saves: Saves,
         callbacks: CallbackRunner,
         wishes: Wishes,
-        evaluator: Evaluator,
         report: Report,
-        report_notes: Callable[[], None],
     ) -> None:
-        self._engine, self._run, self._saves, self._callbacks = engine, run, saves, callbacks
-        self._wishes, self._evaluator, self._report, self._report_notes = wishes, evaluator, report, report_notes
+        self._engine = engine
+        self._run = run
+        self._saves = saves
+        self._callbacks = callbacks
+        self._wishes = wishes
+        self._report = report
+        self._evaluator = Evaluator(engine, wishes.requests.stop)
+        self._reported_notes = 0  # of the synchronizer
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
@@ -71,7 +78,37 @@ class RunEvents:
     def use(self, synchronizer: Synchronizer) -> Synchronizer:
         """From now on it keeps this rank in step."""
         self.synchronizer = synchronizer
+        self._reported_notes = 0
+        self.report_notes()
         return synchronizer
+
+    def report_notes(self) -> None:
+        """Print the lines that have come up since the last call."""
+        notes = [] if self.synchronizer is None else self.synchronizer.notes
+        if len(notes) > self._reported_notes:
+            self._report.say(notes[self._reported_notes :])
+            self._reported_notes = len(notes)
+        if lines := self._saves.take_notes():
+            self._report.say(lines)
+
+    def is_stopping(self) -> bool:
+        return self._wishes.requests.stop.is_set() or self._callbacks.is_stopping()
+
+    def wish(self) -> Wish:
+        return self._wishes.ask(self._recorder.clock())
+
+    def after_step(self, slot: int) -> int:
+        return self._callbacks.run("on_step", slot, self._run.history)
+
+    def after_round(self, slot: int) -> int:
+        return self._callbacks.run("on_round", slot, self._run.history)
+
+    def before_change(self) -> None:
+        self._saves.wait_taken()
+
+    def close(self) -> None:
+        """End the loader processes of the test set."""
+        self._evaluator.close()
 
     @property
     def _recorder(self) -> Recorder:
@@ -177,7 +214,7 @@ class RunEvents:
         entry = _make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
         if self.epoch_metrics is not None and step is None:
             entry |= self.epoch_metrics(epoch)
-        self._report_notes()
+        self.report_notes()
         evaluation = self._engine.task.evaluation
         metrics: dict[str, float] = {}
         if evaluation is not None and self._engine.events.evaluates(slot):
@@ -225,7 +262,7 @@ class RunEvents:
         if self._saves.out is None or not self._saves.can_save():
             return False  # a replay without a folder: only what a checkpoint changes is repeated
         folder = self._saves.out / self._saves.name_at(slot)
-        self._save(folder, "request" if self._wishes.requested.is_set() else "interval")
+        self._save(folder, "request" if self._wishes.requests.save.is_set() else "interval")
         if not self._callbacks.awaits_saves:
             return False
         self._saves.finish()

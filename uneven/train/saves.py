@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,6 +46,14 @@ Take = Callable[[], dict[str, Tensor]]
 MOST_BEGUN = 50  # saves that are remembered; one of them is whole
 
 
+class Survival(Protocol):
+    """What knows of ranks that are lost: train/elastic/settler.py."""
+
+    def check(self) -> None:
+        """GroupLostError where a newer generation was announced."""
+        ...
+
+
 class Saves:
     """Life cycle: made with the worker, `connect` once the group has formed, `save` on all ranks at once, `finish`."""
 
@@ -59,7 +67,7 @@ class Saves:
         self._copies = Copies()
         self._has_hooks = False  # of the optimizer, that wait for a copy
         self.out: Path | None = None  # rank 0's: others need not have been given any
-        self.check: Callable[[], None] = lambda: None  # raises where the group is lost; of the worker
+        self.survival: Survival | None = None  # where the run can go on without a rank
         self.why_not: str | None = None  # no checkpoint can be taken of ranks on several machines; all know the same
 
     def connect(self) -> None:
@@ -253,7 +261,11 @@ class Saves:
     def finish(self) -> None:
         """Wait until the last checkpoint is written, or until the group is lost, with a rank whose part is missing."""
         if self._saver is not None:
-            self._saver.finish(self.check)
+            self._saver.finish(self._check)
+
+    def _check(self) -> None:
+        if self.survival is not None:
+            self.survival.check()
 
     def close(self) -> None:
         info = self._engine.rank_info

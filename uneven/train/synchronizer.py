@@ -1,7 +1,6 @@
 """The contract between the worker's loop and how ranks stay in step: GradientSync (exact) or LocalSGD (rounds)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import IntFlag
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from uneven.data.feed import Micros
@@ -9,59 +8,45 @@ from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.train.status import RankStatus
-
-AfterSlot = Callable[[int], int]  # called with the slots trained; returns the ns that it took
-
-
-class Wish(IntFlag):
-    """What a rank wants at the next slot where all ranks can meet: it travels in the sum that ranks exchange anyway."""
-
-    NONE = 0
-    SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
-    EVALUATE = 2
-    LEAVE = 4  # the rank leaves the run; what it has trained is in this very exchange (train/elastic/leaving.py)
+from uneven.train.wishes import Wish
 
 
-def no_wish() -> Wish:
-    return Wish.NONE
+class Hooks(Protocol):
+    """What a synchronizer asks of the rank that it belongs to: train/run_events.py."""
 
+    def is_stopping(self) -> bool:
+        """Whether this rank was asked to stop."""
+        ...
 
-def no_wait() -> None:
-    """What is called before params change where no checkpoint is being taken."""
+    def wish(self) -> Wish:
+        """What this rank wants; asked in every exchange."""
+        ...
 
+    def after_step(self, slot: int) -> int:
+        """After every step of this rank, with the slots trained; returns the ns of the user's own code."""
+        ...
 
-def wished(values: Iterable[float]) -> Wish:
-    """What any rank wants, of the numbers that arrived."""
-    found = 0
-    for value in values:
-        found |= int(value)
-    return Wish(found) if found else Wish.NONE
+    def after_round(self, slot: int) -> int:
+        """After a round was merged, with its slot."""
+        ...
 
+    def before_change(self) -> None:
+        """Before params are changed outside the optimizer's step."""
+        ...
 
-def no_callback(slot: int) -> int:
-    """What is called after a step or round where there are no callbacks."""
-    del slot
-    return 0
+    def reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
+        """All ranks have passed an epoch, or an event at slot `step` inside it. Returns whether all ranks stop here.
 
-
-class EpochEnd(Protocol):
-    """Called on every rank when all ranks have passed an epoch, or an event at slot `step` inside it.
-
-    The loss is the mean since the last call, from epoch `first` up to slot `until`: a window of a local policy may
-    span several epochs, and then only their common mean is known. Returns whether all ranks stop here.
-    """
-
-    def __call__(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool: ...
+        The loss is the mean since the last call, from epoch `first` up to slot `until`: a window of a local policy may
+        span several epochs, and then only their common mean is known.
+        """
+        ...
 
 
 class Synchronizer(Protocol):
     """Life cycle: `initialize` once, then `train` for every part that `parts` yields, then `finalize`."""
 
     notes: list[str]  # lines for the user, printed once
-    after_step: AfterSlot  # after every step of this rank
-    after_round: AfterSlot  # after a round was merged, with its slot
-    wish: Callable[[], Wish]  # asked in every exchange
-    before_change: Callable[[], None]  # before params are changed outside the optimizer's step
     wished: Wish  # by any rank, in the last exchange; the same on all of them
 
     @property

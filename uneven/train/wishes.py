@@ -1,12 +1,14 @@
 """When this rank wants a checkpoint or an evaluation that no slot of the axis asks for: by time, or by request.
 
-Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round (synchronizer.Wish),
+Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round,
 and all ranks meet at the slot that follows from it, so no rank's clock has to agree with another's. All ranks note when
 they met: whoever is rank 0 after a loss goes on with the interval.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from enum import IntFlag
+from typing import Protocol
 
 from uneven.config import Every
 from uneven.policy.events import Events
@@ -14,23 +16,55 @@ from uneven.policy.recorded import RecordedWindows
 from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import first_free_slot
 from uneven.policy.windows import Windows
-from uneven.train.synchronizer import Wish, wished
+from uneven.train.elastic.membership import Membership
+from uneven.train.rank_info import RankInfo
+
+
+class Wish(IntFlag):
+    """What a rank wants at the next slot where all ranks can meet: it travels in the sum that ranks exchange anyway."""
+
+    NONE = 0
+    SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
+    EVALUATE = 2
+    LEAVE = 4  # the rank leaves the run; what it has trained is in this very exchange (train/elastic/leaving.py)
+
+
+def wished(values: Iterable[float]) -> Wish:
+    """What any rank wants, of the numbers that arrived."""
+    found = 0
+    for value in values:
+        found |= int(value)
+    return Wish(found) if found else Wish.NONE
+
+
+class Requests(Protocol):
+    """What is asked of the run from outside, by any thread: launch/requests.py."""
+
+    stop: threading.Event
+    save: threading.Event  # cleared when it is taken up
 
 
 class Wishes:
-    """Life cycle: `start` with training, `ask` in every exchange of the ranks, `saved` and `evaluated` afterwards.
-
-    `is_lead` is asked each time, since another rank becomes rank 0 where that one is lost or leaves.
-    """
+    """Life cycle: `start` with training, `ask` in every exchange of the ranks, `saved` and `evaluated` afterwards."""
 
     def __init__(
-        self, save: Every | None, evaluation: Every | None, requested: threading.Event, is_lead: Callable[[], bool]
+        self,
+        save: Every | None,
+        evaluation: Every | None,
+        requests: Requests,
+        rank_info: RankInfo,
+        *,
+        is_replay: bool = False,
     ) -> None:
-        self.requested = requested  # a checkpoint, by the user, from any thread
-        self._is_lead = is_lead
-        self._save_ns, self._eval_ns = _interval_ns(save), _interval_ns(evaluation)
+        self.requests = requests
+        self.membership: Membership | None = None  # where this rank may be asked to leave
+        self._rank_info = rank_info  # asked each time: another rank becomes rank 0 where that one is lost or leaves
+        self._save_ns = _interval_ns(save)
+        self._eval_ns = _interval_ns(evaluation)
+        self._is_replay = is_replay  # it follows its log alone
         self._has_started = False
-        self._saved_ns = self._evaluated_ns = 0
+        self._saved_ns = 0
+        self._evaluated_ns = 0
 
     def start(self, now_ns: int) -> None:
         """Training begins: intervals count from here, also where training goes on with other ranks later. Else an
@@ -41,8 +75,12 @@ class Wishes:
             self._saved_ns = self._evaluated_ns = now_ns
 
     def ask(self, now_ns: int) -> Wish:
-        wish = Wish.SAVE if self.requested.is_set() else Wish.NONE
-        if not self._is_lead():
+        if self._is_replay:
+            return Wish.NONE
+        wish = Wish.SAVE if self.requests.save.is_set() else Wish.NONE
+        if self.membership is not None and self.membership.is_leaving():
+            wish |= Wish.LEAVE
+        if self._rank_info.rank != 0:
             return wish
         if self._save_ns is not None and now_ns - self._saved_ns >= self._save_ns:
             wish |= Wish.SAVE
@@ -52,7 +90,7 @@ class Wishes:
 
     def saved(self, now_ns: int) -> None:
         self._saved_ns = now_ns
-        self.requested.clear()
+        self.requests.save.clear()
 
     def evaluated(self, now_ns: int) -> None:
         self._evaluated_ns = now_ns

@@ -4,7 +4,6 @@
 others: GradientSync by sums of gradients, LocalSGD by averages of params. The recorder is always in exactly one state.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,7 +33,6 @@ from uneven.train.elastic.settle import why_not as why_not_settled
 from uneven.train.elastic.settle_shards import keep_at_end
 from uneven.train.elastic.settler import Settler
 from uneven.train.engine import Engine
-from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -45,9 +43,9 @@ from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
-from uneven.train.synchronizer import Synchronizer, Wish
+from uneven.train.synchronizer import Synchronizer
 from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
-from uneven.train.wishes import Wishes
+from uneven.train.wishes import Requests, Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)
@@ -58,7 +56,7 @@ T = TypeVar("T")
 class Worker:
     """Life cycle: made on the thread that trains, `train()` once. `join(model)` forms the group.
 
-    With `is_own_loop` the user's loop takes the place of `train`: it calls `initialize`, `train_part` and `result`.
+    A loop of the user's own takes the place of `train`: it calls `initialize`, `train_part` and `result`.
     """
 
     def __init__(
@@ -67,32 +65,36 @@ class Worker:
         config: RunConfig,
         rank_info: RankInfo,
         join: Callable[[nn.Module], Group],
-        stop: threading.Event,
+        requests: Requests,
         report: Report,
-        *,
-        is_own_loop: bool = False,
-        save_requested: threading.Event | None = None,
     ) -> None:
-        self.save_requested = save_requested or threading.Event()  # set from any thread, cleared when it is taken up
-        self.task, self.config, self.rank_info = task, config, rank_info
-        self.join, self.stop, self.report = join, stop, report
+        self.task = task
+        self.config = config
+        self.rank_info = rank_info
+        self.join = join
+        self.requests = requests
+        self.report = report
         self.recorder = Recorder(rank_info.rank)
-        self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
+        self.engine = Engine(task, config, rank_info, self.recorder)
         self.callbacks = CallbackRunner(task.callbacks, self.engine)
         self.run = RunRecord()
         self.resumed: Resumed | None = None
         self.saves = Saves(self.engine, self.run)
-        intervals = (read_every(config.save_every), self.engine.events.evaluation)
-        self.wishes = Wishes(*intervals, self.save_requested, lambda: rank_info.rank == 0)
-        self._evaluator = Evaluator(self.engine, config, stop)
+        self.wishes = Wishes(
+            read_every(config.save_every),
+            self.engine.events.evaluation,
+            requests,
+            rank_info,
+            is_replay=config.replay is not None,
+        )
         self._resume()
         self.synchronizer: Synchronizer | None = None
-        parts = (self.engine, self.run, self.saves, self.callbacks, self.wishes, self._evaluator)
-        self.events = RunEvents(*parts, report, self._report_notes)
+        self.events = RunEvents(self.engine, self.run, self.saves, self.callbacks, self.wishes, report)
         self.membership: Membership | None = None  # set where a launcher announces generations of ranks
         self.settler: Settler | None = None  # where the run can go on without a rank
-        self._cost, self._has_ended = UNMEASURED, False  # of this rank before the first step; on_end was called
-        self._reported_notes, self._reported_s = 0, 0.0
+        self._cost = UNMEASURED  # of this rank before the first step
+        self._has_ended = False  # on_end was called
+        self._reported_s = 0.0
         self._sampler = Sampler()
 
     @property
@@ -176,7 +178,7 @@ class Worker:
             self.events.save_stopped()
         self.recorder.enter("setup")  # nothing is left to train: the last checkpoint holds nobody up
         self.saves.finish()
-        self._report_notes()
+        self.events.report_notes()
         self.end_callbacks()
         self.rank_info.compare_clocks(self.recorder.clock)
         if self.settler is not None:
@@ -213,7 +215,7 @@ class Worker:
         finally:
             self.recorder.close()
             self._sampler.stop()
-            self._evaluator.close()
+            self.events.close()
             self.saves.close()
             if self.engine.reader is not None:
                 self.engine.reader.close()
@@ -238,7 +240,7 @@ class Worker:
         if info.is_newcomer:
             return self._join_later(cost)
         info.join(self.join(engine.model))
-        synchronizer = self._new_synchronizer()
+        synchronizer = self.new_synchronizer()
         self.recorder.enter("communication")
         info.compare_clocks(self.recorder.clock)
         engine.connect_reader(info.group)
@@ -253,14 +255,10 @@ class Worker:
         self.recorder.enter("setup")
         return synchronizer
 
-    def _new_synchronizer(self) -> Synchronizer:
+    def new_synchronizer(self) -> Synchronizer:
         is_local = self.config.is_local and self.rank_info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
-        synchronizer: Synchronizer = kind(self.engine, self._is_stopping, self.events.reach)
-        if self.callbacks.is_any:
-            synchronizer.after_step = lambda slot: self._call_back("on_step", slot)
-            synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
-        return synchronizer
+        return kind(self.engine, self.events)
 
     def _connect(self, synchronizer: Synchronizer, cost: Cost) -> None:
         """All ranks learn every rank's cost, and the synchronizer begins with them; a collective."""
@@ -277,10 +275,7 @@ class Worker:
     def _use(self, synchronizer: Synchronizer) -> None:
         """Let this synchronizer keep the rank in step from now on; a collective."""
         self.saves.connect()
-        synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
         self.synchronizer = self.events.use(synchronizer)
-        self._reported_notes = 0
-        self._report_notes()
 
     def prepare_for_losses(self) -> None:
         """Make the settler where the run can go on in generations that a launcher announces; before the first slot."""
@@ -295,8 +290,8 @@ class Worker:
         self.synchronizer.expect_losses()
 
     def _make_settler(self, membership: Membership, members: Sequence[str]) -> Settler:
-        parts = (self.engine, self.run, self.events, self.saves, membership, members)
-        return Settler(*parts, self._go_on_after, self._new_synchronizer)
+        self.wishes.membership = membership
+        return Settler(self, membership, members)
 
     def _join_later(self, cost: Cost) -> Synchronizer:
         """Join a run in progress: this rank takes the position of the others, and everything that they have."""
@@ -307,9 +302,9 @@ class Worker:
         assert self.synchronizer is not None, "made when it has settled"
         return self.synchronizer
 
-    def _go_on_after(self, before: Synchronizer | None, cost: Cost | None, event_loss: float | None) -> None:
+    def go_on_after(self, before: Synchronizer | None, cost: Cost | None, event_loss: float | None) -> None:
         """The ranks have settled in a new group: train on in it, with a synchronizer that takes over from `before`."""
-        synchronizer = self._new_synchronizer()
+        synchronizer = self.new_synchronizer()
         try:
             # Another type: this rank is left alone of a local policy, or joins one.
             synchronizer.go_on_after(before if type(before) is type(synchronizer) else None, event_loss)
@@ -321,18 +316,12 @@ class Worker:
             synchronizer.close()
             raise
 
-    def _wish(self) -> Wish:
-        """What this rank wants beside what the axis asks for; a replay follows its log alone."""
-        if self.config.replay is not None:
-            return Wish.NONE
-        return self.wishes.ask(self.recorder.clock()) | (Wish.NONE if self.settler is None else self.settler.wish())
-
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
         try:
             is_stopped = synchronizer.train(part, micros)
         except NotFiniteError:
-            self._report_notes()  # the steps that led to it
+            self.events.report_notes()  # the steps that led to it
             raise
         now_s = self.recorder.clock() / 1e9
         if now_s - self._reported_s >= REPORT_EVERY_S:
@@ -340,7 +329,7 @@ class Worker:
             seconds = self.recorder.account().training_s
             samples = self.engine.samples_before(self.engine.trained)
             self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
-            self._report_notes()
+            self.events.report_notes()
         return is_stopped
 
     def result(self) -> RankResult:
@@ -368,14 +357,6 @@ class Worker:
             where |= why_nobody_goes(self.engine, self.membership is not None)
         return {**where, **info.place, "deadline": self.config.deadline}
 
-    def _report_notes(self) -> None:
-        notes = [] if self.synchronizer is None else self.synchronizer.notes
-        if len(notes) > self._reported_notes:
-            self.report.say(notes[self._reported_notes :])
-            self._reported_notes = len(notes)
-        if lines := self.saves.take_notes():
-            self.report.say(lines)
-
     def start_callbacks(self) -> bool:
         """on_start; returns whether a callback has stopped the run already."""
         self._call_back("on_start", 0)
@@ -397,6 +378,3 @@ class Worker:
     def stopped(self) -> str | None:
         """Why the run ends early, where callbacks asked for it and all ranks know."""
         return self.callbacks.stopped
-
-    def _is_stopping(self) -> bool:
-        return self.stop.is_set() or self.callbacks.is_stopping()

@@ -1,7 +1,6 @@
 """The efficiency harness on threads: real workers and segments, a few milliseconds each; no timing is asserted."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from uneven.config import RunConfig, Task
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 from uneven.step.finite import OwnCheck
 from uneven.train.rank_info import RankInfo
@@ -40,7 +40,7 @@ def measure(policy: str, tmp_path: Path, size: int = 2) -> tuple[Pairs, list[Wor
     def rank(group: ThreadGroup) -> Worker:
         home = tmp_path / f"{policy}-{group.rank}"
         home.mkdir()
-        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent())
+        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, Requests(), Silent())
         alternate(plan, worker, home)
         return worker
 

@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from uneven.bench.models.resnet_graph import make_graph
 from uneven.config import Task, resolve
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -83,7 +83,7 @@ def test_graph_and_module_train_the_same_bits_on_two_ranks(settings: dict[str, A
 
         def rank(group: ThreadGroup) -> TrainedState:
             rank_info = RankInfo(group.rank, devices)
-            return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent()).train().state
+            return Worker(task, config, rank_info, lambda _: group, Requests(), Silent()).train().state
 
         return on_threads(2, rank)[0]
 

@@ -4,7 +4,6 @@ On threads, with real workers; tests/launch/test_roll_back.py has the same with 
 """
 
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.step.meter import LossMeter
@@ -63,7 +63,7 @@ def train(
         saved = Saved(group, frozenset(damage or ()))
         data = TensorData(X.double(), Y)
         task = Task(Blocks, OPTIMIZERS["adam"], mean_loss, data, scheduler, callbacks=(saved,))
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker, saved.places

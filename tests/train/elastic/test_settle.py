@@ -5,7 +5,6 @@ On threads, with real workers; tests/faults has the same with processes that are
 
 import itertools
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from tests.train.clusters import Begun, FakeMembership, Join, Loss, LossyGroup, 
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo
@@ -62,7 +62,7 @@ def train(
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         task = replace(shared, callbacks=callbacks())
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
         train_part = worker.train_part
 

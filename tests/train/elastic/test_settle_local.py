@@ -5,7 +5,6 @@ ledger that lies is found out by a count in the params themselves.
 """
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, L
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState
@@ -87,7 +87,7 @@ def train(
 
         task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, data, None, evaluation)
         task = replace(task, callbacks=callbacks())
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
         prepare = worker.prepare_for_losses
 

@@ -1,7 +1,6 @@
 """Ranks with shards are lost at every collective of a run: with redundancy=1 the others end as one process would."""
 
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tests.train.elastic.test_settle import ways
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
+from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo
@@ -39,7 +39,7 @@ def train(size: int, losses: list[Loss], leaver: str = "", **changes: Any) -> tu
     task = Task(Blocks, OPTIMIZERS["adam"], mean_loss, TensorData(X.double(), Y), scheduler)
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
-        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
         membership.is_asked = info.member == leaver  # from the first step on
         result = worker.train()

@@ -37,7 +37,7 @@ def lose_in(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, info_of: Cal
 def test_a_stop_that_was_interrupted_is_no_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str, where: str
 ) -> None:
-    monkeypatch.setattr(Worker, "_is_stopping", lambda self: len(self.engine.log) > 3)
+    monkeypatch.setattr(RunEvents, "is_stopping", lambda self: len(self._engine.log) > 3)
     if where == "while it is saved":
         lose_in(monkeypatch, RunEvents, "_save", lambda events: events._engine.rank_info)
     else:

@@ -9,7 +9,8 @@ and nothing is trained again. The leader publishes the generation without it onc
 from uneven.train.elastic.settle import why_not
 from uneven.train.engine import Engine
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.synchronizer import Synchronizer, Wish
+from uneven.train.synchronizer import Synchronizer
+from uneven.train.wishes import Wish
 
 PARTING = "a rank leaves"
 

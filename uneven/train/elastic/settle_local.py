@@ -190,7 +190,7 @@ def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch
         local.is_blank = False
     elif buffers is not None:
         assert tally.entered is not None, "a rank is behind by the round that it has in flight"
-        local.before_change()
+        local.hooks.before_change()
         local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)
         engine.record_round(Round(local.windows.due, tally.entered.parts, len(engine.log), local.scale.value))
         tally.commit()

@@ -4,9 +4,9 @@ Made by the worker once its first group has formed, where the run can go on with
 begins the same again with the generation after that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
@@ -43,40 +43,48 @@ from uneven.train.local_sgd import LocalSGD
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
-from uneven.train.synchronizer import Synchronizer, Wish
+from uneven.train.synchronizer import Synchronizer
 
-GoOn = Callable[[Synchronizer | None, Cost | None, float | None], None]
+
+class Rank(Protocol):
+    """The worker, as far as settling needs it."""
+
+    engine: Engine
+    run: RunRecord
+    events: RunEvents
+    saves: Saves
+
+    def new_synchronizer(self) -> Synchronizer: ...
+
+    def go_on_after(self, before: Synchronizer | None, cost: Cost | None, event_loss: float | None) -> None:
+        """Train on in a new group, with a synchronizer that takes over from `before`, if there was one."""
+        ...
 
 
 class Settler:
     """Life cycle: `check` between steps, `settle` where a GroupLostError was raised; until the run's result is there.
 
     `members`: of the generation in which the run began, in rank order; none for a newcomer, which begins with `join`.
-    `go_on(before, cost, event_loss)` goes on with a new synchronizer in place of the lost group's, if there was one.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        run: RunRecord,
-        events: RunEvents,
-        saves: Saves,
-        membership: Membership,
-        members: Sequence[str],
-        go_on: GoOn,
-        new_synchronizer: Callable[[], Synchronizer],
-    ) -> None:
-        self._engine, self._run, self._events, self._saves = engine, run, events, saves
-        self._membership, self._go_on, self._new_synchronizer = membership, go_on, new_synchronizer
-        self._members, self._settled = tuple(members), engine.rank_info.generation
+    def __init__(self, rank: Rank, membership: Membership, members: Sequence[str]) -> None:
+        engine = rank.engine
+        self._rank = rank
+        self._engine = engine
+        self._run = rank.run
+        self._events = rank.events
+        self._saves = rank.saves
+        self._membership = membership
+        self._members = tuple(members)
+        self._settled = engine.rank_info.generation
         self._lanes = LaneRecords(membership.record_store(), engine)
         self.is_over = False  # nothing is left to train: only results are exchanged
         self._before: Synchronizer | None = None  # of the group that is lost; a newcomer has none
         self._lines: list[str] = []  # for the user, where all went back to a checkpoint
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
-        run.member = engine.rank_info.member
-        events.may_undo = True
-        saves.check = self.check
+        self._run.member = engine.rank_info.member
+        self._events.may_undo = True
+        self._saves.survival = self
         if engine.config.is_local:
             engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
 
@@ -119,10 +127,6 @@ class Settler:
         self._lanes.tell()
         if self._membership.is_stale(self._engine.rank_info.generation):
             raise GroupLostError("a newer generation of ranks was announced")
-
-    def wish(self) -> Wish:
-        """Where this rank was asked to leave, the others hear it in the next exchange."""
-        return Wish.LEAVE if self._membership.is_leaving() else Wish.NONE
 
     def between_steps(self) -> None:
         """GroupLostError where a newer generation was announced, or all ranks have heard that one of them leaves."""
@@ -281,7 +285,7 @@ class Settler:
         leave_shards(engine)
         if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely
             exchange_losses(engine.meter, engine.rank_info.group)
-        self._go_on(before, cost, None if settlement is None else settlement.event_loss)
+        self._rank.go_on_after(before, cost, None if settlement is None else settlement.event_loss)
         self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
         if isinstance(before, LocalSGD) and engine.rank_info.world_size == 1:
             before.epochs.run()
@@ -300,7 +304,7 @@ class Settler:
         if isinstance(self._before, GradientSync) and self._before.guard is not None:
             self._before.guard.end_interrupted(was_applied=False, fault=None)
         go_back(engine, run, self._events, found)
-        fresh = self._new_synchronizer()  # what the old one knows of the replica is past
+        fresh = self._rank.new_synchronizer()  # what the old one knows of the replica is past
         assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
         self._before, fresh.guard = fresh, StepGuard(engine)
         old_members, self._members, self._settled = self._members, generation.members, generation.number
@@ -325,7 +329,7 @@ class Settler:
 
     def _blank(self) -> LocalSGD:
         """Of a newcomer to a local policy."""
-        found = self._new_synchronizer()
+        found = self._rank.new_synchronizer()
         assert isinstance(found, LocalSGD), "there are others"
         begin_blank(found)
         return found
