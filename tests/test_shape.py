@@ -293,7 +293,14 @@ BENCH_MAY_USE = (
     "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),
 )
-STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion", "policy.redundancy")
+STRATEGIES_MAY_USE = (
+    "comm.gather",
+    "comm.group",
+    "comm.store",
+    "comm.torch_group",
+    "policy.apportion",
+    "policy.redundancy",
+)
 
 
 def test_benchmarks_use_public_names_and_one_seam() -> None:

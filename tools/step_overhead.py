@@ -24,8 +24,9 @@ from torch import Tensor
 
 from uneven.bench import models
 from uneven.bench.models.sets import load_set
-from uneven.comm.group import SoloGroup, TorchGroup
+from uneven.comm.group import SoloGroup
 from uneven.comm.shared_memory import SharedMemoryGroup
+from uneven.comm.torch_group import TorchGroup
 from uneven.comm.work import Work
 from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed

@@ -16,9 +16,10 @@ import torch
 
 from uneven.bench.interval import interval
 from uneven.comm.exchange import Sizes
-from uneven.comm.group import Group, TorchGroup
+from uneven.comm.group import Group
 from uneven.comm.shared_memory import SharedMemoryGroup, share
 from uneven.comm.store import open_store, reach_store
+from uneven.comm.torch_group import TorchGroup
 
 SIZES = {"4 kB": 4_000, "250 kB": 250_000, "1 MB": 1_000_000, "100 MB": 100_000_000}
 REPEATS = {"4 kB": 400, "250 kB": 300, "1 MB": 200, "100 MB": 25}

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.documents import check_document
 from uneven.bench import demo
 from uneven.cli.main import main
-from uneven.comm import gloo_output
+from uneven.comm import gloo
 from uneven.errors import MachineError, RankError
 
 SPEEDS = {
@@ -225,7 +225,7 @@ def test_a_tiny_real_demo_is_one_json_object_and_nothing_else(tmp_path: Path) ->
         "--epochs", "1", "--samples", "640", "--modes", "solo-0,cpu-async", "--json", "--no-repeat", cwd=tmp_path
     )
     assert done.returncode == 0
-    assert done.stderr == "" or gloo_output.WRITES
+    assert done.stderr == "" or gloo.WRITES
     found = json.loads(done.stdout)
     solo, joint = found["modes"]
     assert (solo["mode"], joint["mode"]) == ("solo-0", "cpu-async")
@@ -242,7 +242,7 @@ def test_the_whole_demo_is_done_in_three_minutes_and_is_worth_it(tmp_path: Path)
     began = time.monotonic()
     done = _really("--json", cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stderr == "" or gloo_output.WRITES
+    assert done.stderr == "" or gloo.WRITES
     assert time.monotonic() - began < 180
     found = json.loads(done.stdout)
     rows = {row["mode"]: row for row in found["modes"]}

@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 
 from uneven.comm.exchange import Sizes
-from uneven.comm.gloo import GlooGroup
 from uneven.comm.hierarchy import HierarchicalGroup, join_machines
 from uneven.comm.store import open_store, reach_store, under
+from uneven.comm.torch_group import GlooGroup
 
 T = TypeVar("T")
 

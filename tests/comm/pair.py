@@ -9,9 +9,10 @@ import torch
 
 from tests.forked import ForkedPopen
 from uneven.comm.form import form_group
-from uneven.comm.group import Group, TorchGroup
+from uneven.comm.group import Group
 from uneven.comm.hierarchy import join_machines
 from uneven.comm.store import Store, open_store
+from uneven.comm.torch_group import TorchGroup
 
 RANK_1 = """
 import os, signal, sys

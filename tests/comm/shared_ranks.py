@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from uneven.comm.exchange import Exchange, Sizes
+from uneven.comm.exchange import Exchange, Peers, Sizes
 from uneven.comm.segment import Segment
 from uneven.comm.shared_ring import Layout, create_semaphores
 
@@ -23,7 +23,7 @@ def shared_ranks(size: int, sizes: Sizes = SMALL, verify: bool = False) -> list[
         if rank == 0:
             create_semaphores(segment, layout)
         segment.pidfds = {other: os.pidfd_open(os.getpid()) for other in range(size) if other != rank}
-        ranks.append(Exchange(segment, layout, rank, sizes, verify, timeout_s=60.0))
+        ranks.append(Exchange(segment, layout, Peers(segment, layout, rank, timeout_s=60.0), sizes, verify))
     os.close(fd)
     return ranks
 

@@ -14,7 +14,8 @@ from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
-from uneven.comm.group import SoloGroup, TorchGroup
+from uneven.comm.group import SoloGroup
+from uneven.comm.torch_group import TorchGroup
 from uneven.errors import InputError
 
 

@@ -21,9 +21,9 @@ from tests.comm.machine_ranks import on_machines
 from tests.comm.shared_ranks import SMALL
 from tests.forked import ForkedPopen
 from uneven.comm import form, segment
-from uneven.comm.gloo import GlooGroup
 from uneven.comm.hierarchy import HierarchicalGroup
 from uneven.comm.store import open_store
+from uneven.comm.torch_group import GlooGroup
 from uneven.comm.work import Traffic, Work
 
 MACHINES = (0, 1, 1, 2)
@@ -174,7 +174,7 @@ def test_bytes_on_the_network_do_not_grow_with_the_ranks_of_a_machine() -> None:
         group.all_reduce_max(torch.ones(10)).wait()
         group.broadcast(torch.ones(10), 1).wait()
         group.reduce(torch.ones(10), 2).wait()
-        return group.traffic, Traffic() if group._network is None else group._network.traffic
+        return group.traffic, Traffic() if group.network is None else group.network.traffic
 
     few = on_machines((0, 1, 1), rank, after_end=False)
     many = on_machines((0, 0, 1, 1, 1), rank, after_end=False)

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from tests.parallel.tower import inputs, run, tower
 from tests.ranks import on_processes
 from uneven.comm.group import Group
-from uneven.comm.joined import as_group
+from uneven.comm.torch_group import as_group
 from uneven.errors import InputError
 from uneven.parallel import FSDP
 

@@ -23,8 +23,9 @@ from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm import segment
-from uneven.comm.group import Group, TorchGroup
+from uneven.comm.group import Group
 from uneven.comm.shared_memory import SharedMemoryGroup
+from uneven.comm.torch_group import TorchGroup
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_a_million_exchanges_with_checksums(tmp_path: Path) -> None:
 
 def a_million(group: Group) -> int:
     assert isinstance(group, SharedMemoryGroup)
-    group._formed._verify = True
+    group._family.verify = True
     checksum = 0
     for _ in range(2):
         verified = group.new_group()

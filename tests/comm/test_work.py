@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.ranks import ThreadGroup, on_threads
-from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.group import Group, SoloGroup
 from uneven.comm.lost import Lost, as_lost
 from uneven.comm.store import open_store
+from uneven.comm.torch_group import TorchGroup
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import GroupLostError, RankError
 

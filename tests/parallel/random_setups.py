@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.parity import OPTIMIZERS, assert_same_state
 from uneven.comm.group import Group
-from uneven.comm.joined import as_group
+from uneven.comm.torch_group import as_group
 from uneven.parallel import FSDP, DDPBucketed, DDPFlat, Strategy, Zero1, Zero2
 from uneven.parallel.strategy import FullState
 from uneven.policy.apportion import apportion

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from tests.parallel.tower import inputs, run, tower
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
-from uneven.comm.joined import as_group
+from uneven.comm.torch_group import as_group
 from uneven.errors import InputError
 from uneven.parallel import FSDP, Columns, DDPBucketed, DDPFlat, MuonAdamW, Rows, Strategy, TensorParallel, Zero1, Zero2
 from uneven.parallel.muon_adamw import ThreePhase

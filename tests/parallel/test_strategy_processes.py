@@ -18,7 +18,7 @@ from tests.parallel.test_strategies import WRAPS
 from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
 from uneven.comm.group import Group
-from uneven.comm.joined import as_group
+from uneven.comm.torch_group import as_group
 from uneven.parallel.reference import TorchFsdp, TorchReplicated
 from uneven.parallel.strategy import FullState
 

@@ -21,16 +21,8 @@ import torch
 from torch import nn
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed import distributed_test
-from uneven.comm.group import TorchGroup
-from uneven.comm.work import Traffic
+from uneven.comm.torch_group import as_group
 from uneven.parallel.ddp import DDPBucketed
-
-class Joined(TorchGroup):
-    "The group that PyTorch's test has formed."
-    def __init__(self, process_group):
-        self.rank = torch.distributed.get_rank(process_group)
-        self.world_size = torch.distributed.get_world_size(process_group)
-        self.traffic, self._nccl, self._process_group = Traffic(), None, process_group
 
 class Ours(nn.Module):
     "PyTorch's DDP averages where ours sums."
@@ -39,7 +31,7 @@ class Ours(nn.Module):
         if not any(p.requires_grad for p in module.parameters()):
             raise RuntimeError("nothing to train")
         self.module = module
-        group = Joined(process_group or torch.distributed.group.WORLD)
+        group = as_group(process_group or torch.distributed.group.WORLD)
         for param in module.parameters():
             if param.requires_grad:
                 param.register_hook(lambda grad: grad / group.world_size)

@@ -16,9 +16,15 @@ a replay those of the recorded run. Results are written to the caller's tensor, 
 rest is sent, summed up and received by later calls, at the latest in its own `wait`, which finishes all earlier ones
 first. A CUDA tensor is copied by the stream that was current when its collective was started; `wait` returns when all
 that is left to do is enqueued there.
+
+[Note: who is gone] A rank is gone when its process has ended, or when it has left the group, before it took part in the
+collective that is waited for. What it sent before is still there and counts: so the semaphore is looked at first, and
+the rank second.
 """
 
+import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,10 +35,13 @@ import torch
 from torch import Tensor
 
 from uneven.comm.lost import SLICE_S, Lost
-from uneven.comm.peers import Peers
 from uneven.comm.segment import Segment
+from uneven.comm.semaphores import Semaphore
 from uneven.comm.shared_ring import ALIGN, ENTRIES, Inbox, Layout, Outbox, Views
+from uneven.errors import GroupLostError
 
+SPIN_S = 100e-6  # about what it costs to be put to sleep and woken
+DONE, LEFT = 0, 1  # numbers of a rank's state: pieces that it has finished, and whether it has left the group
 LEAST_BYTES = 16 * 2**10  # of a piece that is worth an owner; smaller tensors are exchanged
 
 Combine = Callable[..., Tensor]
@@ -112,6 +121,77 @@ class _Collective:
         return not self.left and self._all.is_posted and (self._done is None or self._done.query())
 
 
+class Peers:
+    """The other ranks' processes, and waiting for them: shortly awake, then asleep, awake again when one is gone.
+
+    Nothing of it depends on who is a child of whom, or on signals.
+    """
+
+    def __init__(self, segment: Segment, layout: Layout, rank: int, timeout_s: float) -> None:
+        self.rank = rank
+        self._name = layout.name
+        self._timeout_s = timeout_s
+        self._states = [segment.numbers(layout.state(other), 2) for other in range(layout.world_size)]
+        self._done = 0
+        # A rank that waits uses its core: not where there is none to spare.
+        self._spin_s = SPIN_S if segment.cores >= layout.world_size else 0.0
+        self._pidfds = dict(segment.pidfds)
+        self._poll = select.poll()
+        for fd in self._pidfds.values():
+            self._poll.register(fd, select.POLLIN)
+
+    def finished(self) -> None:
+        """This rank has done its part of one more piece."""
+        self._done += 1
+        self._states[self.rank][DONE] = self._done
+
+    def spin(self, is_there: Callable[[], bool]) -> bool:
+        """Look for a moment, awake; returns whether it came."""
+        # A background thread does not spin: its core is the one that trains.
+        if self._spin_s and threading.current_thread() is threading.main_thread():
+            end = time.perf_counter() + self._spin_s
+            while time.perf_counter() < end:
+                if is_there():
+                    return True
+        return False
+
+    def sleep(self, semaphore: Semaphore, awaited: int, meanwhile: Callable[[], None]) -> None:
+        """Until rank `awaited` has posted the semaphore; GroupLostError where it, or another that it needs, is gone.
+
+        `meanwhile` is called between the slices. A peer that ended is found after two of them.
+        """
+        if self.spin(semaphore.try_wait):
+            return
+        end = time.monotonic() + self._timeout_s
+        gone: Sequence[int] = ()
+        while not semaphore.wait(SLICE_S):
+            before, gone = gone, self._gone()
+            # Twice: what a rank posted just before it ended may be seen a moment later than its end.
+            if lost := [other for other in gone if other in before]:
+                rank = awaited if awaited in lost else lost[0]
+                raise GroupLostError(f"rank {self._name(rank)} has left: connection closed by peer (shared memory)")
+            if time.monotonic() > end:
+                minutes = self._timeout_s / 60
+                raise GroupLostError(
+                    f"no answer from peer rank {self._name(awaited)} for {minutes:g} minutes (shared memory)"
+                )
+            meanwhile()
+
+    def close(self) -> None:
+        """Tell the others that this rank has left. Its segment is closed next."""
+        self._states[self.rank][LEFT] = 1
+        self._states.clear()
+
+    def _gone(self) -> list[int]:
+        """Ranks that will not do their part of the next piece."""
+        ended = {fd for fd, _ in self._poll.poll(0)}
+        return [
+            other
+            for other, fd in self._pidfds.items()
+            if (fd in ended or self._states[other][LEFT]) and self._states[other][DONE] <= self._done
+        ]
+
+
 class Exchange:
     """This rank's part of all collectives of a group: what is to be sent and what is to be finished, in order.
 
@@ -119,27 +199,22 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        layout: Layout,
-        rank: int,
-        sizes: Sizes,
-        verify: bool,
-        timeout_s: float,
-        lost: Lost | None = None,
+        self, segment: Segment, layout: Layout, peers: Peers, sizes: Sizes, verify: bool, lost: Lost | None = None
     ) -> None:
-        self.rank, self.world_size = rank, layout.world_size
+        self.rank = peers.rank
+        self.world_size = layout.world_size
         # A value's lane to or from a rank has the rank's number.
-        self._others = tuple(other for other in range(self.world_size) if other != rank)
+        self._others = tuple(other for other in range(self.world_size) if other != self.rank)
         self._results = tuple(layout.lane(other, True) for other in range(self.world_size))
         self._other_results = tuple(self._results[other] for other in self._others)
         self.meanwhile: Callable[[], None] = lambda: None
-        self._segment, self._sizes = segment, sizes
+        self._segment = segment
+        self._sizes = sizes
+        self._peers = peers
         self._ahead = sizes.ahead(self.world_size)
         self._views = Views(segment)
-        self._outbox = Outbox(segment, layout, rank, self._views, verify)
-        self._inbox = Inbox(segment, layout, rank, self._views, verify)
-        self._peers = Peers(segment, layout, rank, timeout_s)
+        self._outbox = Outbox(segment, layout, self.rank, self._views, verify)
+        self._inbox = Inbox(segment, layout, self.rank, self._views, verify)
         self._unsent: deque[_Piece] = deque()
         self._unfinished: deque[_Piece] = deque()  # ends with those that are unsent
         self._reading: deque[tuple[torch.cuda.Event | None, int]] = deque()  # messages that a device still copies
@@ -321,8 +396,9 @@ class Exchange:
 
     def _sum(self, piece: _Piece) -> None:
         """[Note: order of sums]"""
-        own, combine, total = piece.values, piece.combine, None
+        own, combine = piece.values, piece.combine
         assert combine is not None
+        total: Tensor | None = None
         for rank in range(self.world_size):
             part = own if rank == self.rank else self._receive(piece, rank)
             if own.is_cuda and part is not own:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from uneven.comm.gloo import GlooGroup
-from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.group import Group, SoloGroup
 from uneven.comm.hierarchy import join_machines
 from uneven.comm.shared_memory import share
 from uneven.comm.store import REFORM_TIMEOUT, Forming, Store
+from uneven.comm.torch_group import GlooGroup, TorchGroup
 from uneven.errors import RankError
 
 
@@ -43,46 +43,24 @@ def form_group(
     """
     if size == 1:
         return SoloGroup(generation)
-    if generation:
-        forming = Forming(REFORM_TIMEOUT, is_stale)
-        return _form_again(store, rank, size, device, backend, machines, verify, generation, forming)
     if backend == "nccl":
+        if generation:
+            # A kernel that waits for the lost peer may not end by an abort, see TorchGroup; where it does, with
+            # undefined values, the optimizer's step is enqueued behind it.
+            raise RankError("a rank is lost: with backend='nccl' the others cannot go on without it; use backend='cpu'")
         if is_crowded:
             _allow_shared_gpu(rank)
         return TorchGroup(store, rank, size, device)
-    gloo = TorchGroup(store, rank, size)
-    if backend == "gloo":
-        return gloo
-    num_machines = 1 if machines is None else len(set(machines))
-    if machines is None or num_machines == 1:
-        return share(gloo, store, device, verify=verify)
-    return gloo if num_machines == size else join_machines(gloo, store, device, machines, verify)
-
-
-def _form_again(
-    store: Store,
-    rank: int,
-    size: int,
-    device: torch.device,
-    backend: str,
-    machines: Sequence[int] | None,
-    verify: bool,
-    generation: int,
-    forming: Forming,
-) -> Group:
-    if backend == "nccl":
-        # A kernel that waits for the lost peer may not end by an abort, see TorchGroup; where it does, with undefined
-        # values, the optimizer's step is enqueued behind it.
-        raise RankError("a rank is lost: with backend='nccl' the others cannot go on without it; use backend='cpu'")
-    gloo = GlooGroup(store, rank, size, generation, forming)
-    num_machines = 1 if machines is None else len(set(machines))
+    forming = Forming(REFORM_TIMEOUT, is_stale) if generation else Forming()
+    gloo = GlooGroup(store, rank, size, generation, forming) if generation else TorchGroup(store, rank, size)
     group: Group = gloo
+    num_machines = 1 if machines is None else len(set(machines))
     try:
         if backend != "gloo" and (machines is None or num_machines == 1):
             group = share(gloo, store, device, verify=verify, forming=forming)
-        elif backend != "gloo" and num_machines < size:
-            group = join_machines(gloo, store, device, machines or (), verify, forming=forming)
-        if group is gloo:
+        elif backend != "gloo" and machines is not None and num_machines < size:
+            group = join_machines(gloo, store, device, machines, verify, forming=forming)
+        if group is gloo and isinstance(gloo, GlooGroup):
             gloo.connect()
     except BaseException:
         gloo.close()

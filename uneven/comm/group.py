@@ -4,23 +4,13 @@ Every collective of the project goes through a Group, and this folder is the onl
 ranks must start the same collectives in the same order; nothing here checks that.
 """
 
-import copy
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.gloo_address import count_devices, gloo_backend
-from uneven.comm.gloo_output import gloo_to_stderr
-from uneven.comm.lost import Lost, free
-from uneven.comm.sockets import Connections, listening_since
-from uneven.comm.store import GROUP_TIMEOUT, ClaimCounter, Forming, Store, under
-from uneven.comm.work import GlooWork, Traffic, Work
-from uneven.errors import InputError
-
-T = TypeVar("T")
+from uneven.comm.lost import Lost
+from uneven.comm.work import Traffic, Work
 
 
 class Group(Protocol):
@@ -71,119 +61,6 @@ class Group(Protocol):
     def close(self) -> None:
         """Leave the group and those made from it. Waits for no peer, whatever is under way."""
         ...
-
-
-class TorchGroup:
-    """A group of processes, formed through the rendezvous store.
-
-    Host tensors use Gloo. CUDA tensors too, or NCCL if `nccl` is this rank's device; then every rank must have one.
-    With NCCL an abort is heard of at the next collective or wait, not by a thread that waits for the device: torch's
-    own abort of a communicator did not return beside one that does (torch 2.11, two ranks on one H200).
-    """
-
-    has_cheap_host_sums = False
-    _lost = Lost()  # every group has its own
-
-    def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
-        if dist.is_initialized():
-            raise InputError(
-                "torch's default process group is there already, and this run makes it: take init_process_group(...) "
-                "out of the script, or call destroy_process_group() before; to train in a group of your own there is "
-                "uneven.parallel"
-            )
-        self.rank = rank
-        self.world_size = size
-        self.generation = 0
-        self.traffic = Traffic()
-        self._lost = Lost()
-        self._family = [self]  # with those made from it
-        self._store = store
-        self._counter = ClaimCounter(store)
-        self._nccl = nccl
-        self.backend = "gloo" if nccl is None else "nccl"
-        gloo = gloo_backend()
-        self._backend = f"cpu:{gloo},cuda:nccl" if nccl is not None else gloo if gloo == "gloo" else f"cpu:{gloo}"
-        if nccl is not None:
-            torch.cuda.set_device(nccl)
-        self._connections = Connections(rank, size)
-        self._process_group: Any = None
-        options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": GROUP_TIMEOUT}
-        self._form(lambda: dist.init_process_group(self._backend, **options))
-        self._process_group = dist.group.WORLD
-        self._connect()
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensor: Tensor) -> Work:
-        return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
-
-    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
-        return self._start(dist.broadcast, tensor, group_src=owner)
-
-    def reduce(self, tensor: Tensor, owner: int) -> Work:
-        return self._start(dist.reduce, tensor, group_dst=owner, op=dist.ReduceOp.SUM)
-
-    def is_nccl(self, tensor: Tensor) -> bool:
-        return self._nccl is not None and tensor.is_cuda
-
-    def new_group(self) -> "TorchGroup":
-        self._lost.check()
-        twin = copy.copy(self)
-        twin.traffic = Traffic()
-        # The timeout is not inherited from the default group.
-        twin._process_group = self._form(lambda: dist.new_group(backend=self._backend, timeout=GROUP_TIMEOUT))
-        twin._connect()
-        self._family.append(twin)
-        return twin
-
-    def claim(self, count: int) -> int:
-        return self._counter.claim(count)
-
-    def abort(self, why: str) -> None:
-        self._lost.abort(why)
-        self._connections.cut()
-
-    def close(self) -> None:
-        if self._lost.has_lost_peer:
-            self.abort("a peer is gone")
-        self._lost.close()
-        if dist.is_initialized() and self._family:
-            world: Any = dist.distributed_c10d._world
-            held = list(world.pg_map)  # the user's, too: none is freed before all threads have let go of it
-            dist.destroy_process_group()
-            for group in self._family:
-                group._process_group = None
-            self._family.clear()
-            free(held, self._lost.is_lost)
-
-    def _form(self, form: Callable[[], T]) -> T:
-        """Form torch's default group or one more, and remember where its connections are, to cut them."""
-        with gloo_to_stderr():
-            formed, own = listening_since(form, count_devices())
-        self._connections.add(under(f"connections/{len(self._family)}", self._store), own, Forming())
-        self._connections.limit_silence()
-        return formed
-
-    def _connect(self) -> None:
-        """Connect NCCL now: it connects at the first collective, which must not run in the averaging thread."""
-        if self._nccl is not None:
-            dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._process_group)
-            torch.cuda.synchronize(self._nccl)
-
-    def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
-        if self._lost.error is not None:
-            self._lost.check()
-        work = collective(tensor, group=self._process_group, async_op=True, **options)
-        return self._kind_of_work(tensor)(work, tensor, self.traffic, self._lost, collective.__name__)
-
-    def _kind_of_work(self, tensor: Tensor) -> type[Work]:
-        return Work if self.is_nccl(tensor) else GlooWork
-
-
-def has_nccl() -> bool:
-    """Whether this torch was built with NCCL."""
-    return dist.is_available() and dist.is_nccl_available()
 
 
 class SoloGroup:

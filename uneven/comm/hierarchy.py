@@ -19,16 +19,18 @@ have begun it.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from uneven.comm.exchange import Sizes, on_stream
-from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group
 from uneven.comm.lost import SLICE_S, Lost
 from uneven.comm.shared_memory import share
 from uneven.comm.store import Forming, Store, under
+from uneven.comm.torch_group import GlooGroup
 from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import GroupLostError
 
@@ -43,7 +45,9 @@ class _Collective:
     """A collective that was started, for `Work`; `stage` is the one it is in or has to begin."""
 
     def __init__(self, group: "HierarchicalGroup", tensor: Tensor, stages: Sequence[Stage]) -> None:
-        self._group, self._tensor, self._stages = group, tensor, stages
+        self._group = group
+        self._tensor = tensor
+        self._stages = stages
         values = tensor.detach()
         self._flat = values.contiguous()
         self._back = None if values.is_contiguous() else values
@@ -123,12 +127,16 @@ class HierarchicalGroup:
     backend = "cpu"
     has_cheap_host_sums = False
 
-    def __init__(self, formed: "_Formed", up: Group | None, down: Group | None, network: GlooGroup | None) -> None:
+    def __init__(self, family: "_Family", up: Group | None, down: Group | None, network: GlooGroup | None) -> None:
         """`up` and `down`: None where this rank is alone on its machine. `network`: of a speaker alone."""
-        self.rank, self.world_size, self.generation = formed.rank, len(formed.machines), formed.world.generation
-        self.machines = list(formed.machines)  # of the ranks: the order of sums, which a replay must have
+        self.rank = family.world.rank
+        self.world_size = len(family.machines)
+        self.generation = family.world.generation
+        self.machines = list(family.machines)  # of the ranks: the order of sums, which a replay must have
         self.traffic = Traffic()
-        self._formed, self._up, self._down, self._network = formed, up, down, network
+        self.network = network
+        self._family = family
+        self._up, self._down = up, down
         self._queue: deque[_Collective] = deque()
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -140,8 +148,8 @@ class HierarchicalGroup:
         return self._start(tensor, _max, _max, _from_speaker)
 
     def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
-        machine, place = self._formed.place(owner)
-        is_here = machine == self._formed.machine
+        machine, place = self._family.place(owner)
+        is_here = machine == self._family.machine
         return self._start(
             tensor,
             (lambda t, up: up.broadcast(t, place)) if is_here else None,
@@ -150,8 +158,8 @@ class HierarchicalGroup:
         )
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        machine, place = self._formed.place(owner)
-        is_here = machine == self._formed.machine
+        machine, place = self._family.place(owner)
+        is_here = machine == self._family.machine
         return self._start(
             tensor,
             lambda t, up: up.reduce(t, 0),
@@ -164,16 +172,16 @@ class HierarchicalGroup:
         return False
 
     def new_group(self) -> "HierarchicalGroup":
-        return self._formed.form()
+        return self._family.form()
 
     def claim(self, count: int) -> int:
-        return self._formed.world.claim(count)
+        return self._family.world.claim(count)
 
     def abort(self, why: str) -> None:
-        self._formed.abort(why)
+        self._family.abort(why)
 
     def close(self) -> None:
-        self._formed.close()
+        self._family.close()
 
     @property
     def has_failed(self) -> bool:
@@ -187,11 +195,11 @@ class HierarchicalGroup:
         """Wait for a collective; those before it come first."""
         with self._lock:
             while collective.stage < DONE:
-                self._formed.lost.check()
+                self._family.lost.check()
                 if self._error is not None:
                     raise self._error
                 if not self._advance():
-                    self._formed.progress()  # [Note: stages]
+                    self._family.progress()  # [Note: stages]
                     self._sleep()
 
     def progress(self) -> None:
@@ -202,40 +210,22 @@ class HierarchicalGroup:
             finally:
                 self._lock.release()
 
-    def abort_network(self, why: str) -> None:
-        if self._network is not None:
-            self._network.abort(why)
-
-    def close_network(self) -> None:
-        if self._network is not None:
-            self._network.close()
-
-    def _start(
-        self,
-        tensor: Tensor,
-        up: Start | None,
-        network: Start,
-        down: Start | None,
-    ) -> Work:
-        stages = ((up, self._up), (network, self._network), (down, self._down))
+    def _start(self, tensor: Tensor, up: Start | None, network: Start, down: Start | None) -> Work:
+        stages = ((up, self._up), (network, self.network), (down, self._down))
         has_part = tensor.numel() > 0
-        collective = _Collective(
-            self,
-            tensor,
-            [
-                (start, group) if has_part and start is not None and group is not None else None
-                for start, group in stages
-            ],
-        )
+        parts: list[Stage] = [
+            (start, group) if has_part and start is not None and group is not None else None for start, group in stages
+        ]
+        collective = _Collective(self, tensor, parts)
         with self._lock:
-            self._formed.lost.check()
+            self._family.lost.check()
             self._queue.append(collective)
             self._advance()
-        return Work(collective, tensor, self.traffic, self._formed.lost)
+        return Work(collective, tensor, self.traffic, self._family.lost)
 
     def _advance(self) -> bool:
         """Take all collectives as far as they come; whether that changed anything."""
-        if self._error is not None or self._formed.lost.error is not None:
+        if self._error is not None or self._family.lost.error is not None:
             return False
         has_moved, until = False, DONE
         try:
@@ -251,7 +241,7 @@ class HierarchicalGroup:
 
     def _sleep(self) -> None:
         try:
-            self._queue[0].sleep(BUSY_SLICE_S if self._formed.outstanding > 1 else SLICE_S)
+            self._queue[0].sleep(BUSY_SLICE_S if self._family.outstanding > 1 else SLICE_S)
         except Exception as error:
             self._fail(error)
 
@@ -259,8 +249,8 @@ class HierarchicalGroup:
         """A lost rank is missing in all groups that were formed together: none of them waits for it."""
         self._error = self._error or error
         if isinstance(error, GroupLostError):
-            self._formed.lost.has_lost_peer = True
-            self._formed.lost.abort(str(error))
+            self._family.lost.has_lost_peer = True
+            self._family.lost.abort(str(error))
 
 
 def _max(tensor: Tensor, group: Group) -> Work:
@@ -271,63 +261,65 @@ def _from_speaker(tensor: Tensor, down: Group) -> Work:
     return down.broadcast(tensor, 0)
 
 
-class _Formed:
+@dataclass
+class _Family:
     """What the groups of one set of ranks have in common; `form` forms one more, on all ranks at once."""
 
-    def __init__(
-        self,
-        world: Group,
-        store: Store,
-        device: torch.device,
-        machines: Sequence[int],
-        verify: bool,
-        sizes: Sizes | None,
-        forming: Forming,
-    ) -> None:
-        self.lost = Lost()
-        self._forming = forming.unless(self.lost)
-        self.world, self.rank, self.machines = world, world.rank, tuple(machines)
-        numbers = sorted(set(machines), key=self.machines.index)
-        self._ranks = [[rank for rank, of in enumerate(machines) if of == number] for number in numbers]
-        self.machine, self._local_rank = self.place(world.rank)
-        self._store, self._device, self._verify, self._sizes = store, device, verify, sizes
-        self._local: Group | None = None  # the first that was formed
-        self._groups: list[HierarchicalGroup] = []
-        self._count = 0
+    world: Group
+    store: Store
+    device: torch.device
+    machines: tuple[int, ...]
+    verify: bool
+    sizes: Sizes | None
+    forming: Forming
+    lost: Lost
+    local: Group | None = None  # the first group of this machine's ranks that was formed
+    groups: list[HierarchicalGroup] = field(default_factory=list)
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """Of each machine."""
+        numbers = dict.fromkeys(self.machines)
+        return [[rank for rank, of in enumerate(self.machines) if of == number] for number in numbers]
+
+    @cached_property
+    def machine(self) -> int:
+        """This rank's."""
+        return self.place(self.world.rank)[0]
 
     def place(self, rank: int) -> tuple[int, int]:
         """A rank's machine, and its number there; both counted from 0 in the order of ranks."""
-        return next((machine, ranks.index(rank)) for machine, ranks in enumerate(self._ranks) if rank in ranks)
+        return next((machine, ranks.index(rank)) for machine, ranks in enumerate(self.ranks) if rank in ranks)
 
     @property
     def outstanding(self) -> int:
         """Collectives of this rank that are under way, in all groups."""
-        return sum(group.outstanding for group in self._groups)
+        return sum(group.outstanding for group in self.groups)
 
     def progress(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             group.progress()
 
     def form(self) -> HierarchicalGroup:
         self.lost.check()
-        is_alone = len(self._ranks[self.machine]) == 1
+        is_alone = len(self.ranks[self.machine]) == 1
         up, down = (None, None) if is_alone else (self._form_local(), self._form_local())
         network = None
-        if self._local_rank == 0:
-            keys = under(f"hierarchy/network/{self._count}", self._store)
-            network = GlooGroup(keys, self.machine, len(self._ranks), self.world.generation, self._forming)
+        if self.world.rank == self.ranks[self.machine][0]:
+            keys = under(f"hierarchy/network/{len(self.groups)}", self.store)
+            network = GlooGroup(keys, self.machine, len(self.ranks), self.world.generation, self.forming)
             network.connect()
-        self._count += 1
         group = HierarchicalGroup(self, up, down, network)
-        self._groups.append(group)
+        self.groups.append(group)
         return group
 
     def abort(self, why: str) -> None:
         self.lost.abort(why)
-        for group in self._groups:
-            group.abort_network(why)
-        if self._local is not None:
-            self._local.abort(why)
+        for group in self.groups:
+            if group.network is not None:
+                group.network.abort(why)
+        if self.local is not None:
+            self.local.abort(why)
         self.world.abort(why)
 
     def close(self) -> None:
@@ -335,32 +327,33 @@ class _Formed:
         if self.lost.has_lost_peer:
             self.abort("a peer is gone")
         self.lost.close()
-        for group in self._groups:
-            group.close_network()
-        self._groups.clear()
-        if self._local is not None:
-            self._local.close()
+        for group in self.groups:
+            if group.network is not None:
+                group.network.close()
+        self.groups.clear()
+        if self.local is not None:
+            self.local.close()
         self.world.close()
 
     def _form_local(self) -> Group:
         """One more group of the ranks of this machine."""
-        if self._local is not None:
-            return self._local.new_group()
-        ranks = self._ranks[self.machine]
-        keys = under(f"hierarchy/machine/{self.machine}", self._store)
-        self._local = share(
-            GlooGroup(keys, self._local_rank, len(ranks), self.world.generation, self._forming),
+        if self.local is not None:
+            return self.local.new_group()
+        ranks = self.ranks[self.machine]
+        keys = under(f"hierarchy/machine/{self.machine}", self.store)
+        self.local = share(
+            GlooGroup(keys, ranks.index(self.world.rank), len(ranks), self.world.generation, self.forming),
             keys,
-            self._device,
-            self._verify,
-            self._sizes,
+            self.device,
+            self.verify,
+            self.sizes,
             ranks=ranks,
             meanwhile=self.progress,
-            forming=self._forming,
+            forming=self.forming,
         )
-        if isinstance(self._local, GlooGroup):
-            self._local.connect()
-        return self._local
+        if isinstance(self.local, GlooGroup):
+            self.local.connect()
+        return self.local
 
 
 def join_machines(
@@ -377,9 +370,11 @@ def join_machines(
     `machines` has each rank's machine, `device` is this rank's own. `verify`: messages through shared memory carry
     checksums.
     """
-    formed = _Formed(world, store, device, machines, verify, sizes, forming or Forming())
+    lost = Lost()
+    forming = (forming or Forming()).unless(lost)
+    family = _Family(world, store, device, tuple(machines), verify, sizes, forming, lost)
     try:
-        return formed.form()
+        return family.form()
     except GroupLostError:
-        formed.close()
+        family.close()
         raise

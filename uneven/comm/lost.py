@@ -80,12 +80,14 @@ def sender_of(cause: str) -> int | None:
     return None if found is None else int(found.group(1))
 
 
-def free(held: list[Any], is_lost: bool) -> None:
+def free(process_groups: list[Any], is_lost: bool) -> None:
     """Free process groups, of which nobody else holds a reference, in a thread.
 
     Their destructors wait for collectives that are under way, and a stopped peer may hold those until their timeout.
     What a collective may still write, its tensors, is freed with it.
     """
-    thread = threading.Thread(target=held.clear, name="uneven-free", daemon=True)
+    if not process_groups:
+        return
+    thread = threading.Thread(target=process_groups.clear, name="uneven-free", daemon=True)
     thread.start()
     thread.join(LOST_FREE_S if is_lost else FREE_S)

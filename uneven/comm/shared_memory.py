@@ -7,13 +7,13 @@ several machines comm/hierarchy.py forms one of these on each.
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Sizes
+from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Peers, Sizes
 from uneven.comm.group import Group
 from uneven.comm.lost import Lost
 from uneven.comm.segment import share_segment
@@ -30,14 +30,15 @@ class SharedMemoryGroup:
 
     backend = "shm"
 
-    def __init__(self, gloo: Group, exchange: Exchange, formed: "_Formed") -> None:
-        self.rank, self.world_size, self.generation = gloo.rank, gloo.world_size, gloo.generation
+    def __init__(self, family: "_Family", exchange: Exchange) -> None:
+        self.rank = family.gloo.rank
+        self.world_size = family.gloo.world_size
+        self.generation = family.gloo.generation
         self.traffic = Traffic()
         # On CPUs they ride with the gradients at no cost at all.
-        self.has_cheap_host_sums = formed.has_cuda
-        self._gloo, self._exchange, self._formed = gloo, exchange, formed
-        formed.exchanges.append(exchange)
-        exchange.meanwhile = formed.progress
+        self.has_cheap_host_sums = family.has_cuda
+        self._family = family
+        self._exchange = exchange
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._start(tensor, torch.add, None)
@@ -56,77 +57,73 @@ class SharedMemoryGroup:
         return False
 
     def new_group(self) -> Group:
-        return self._formed.form()
+        return self._family.form()
 
     def claim(self, count: int) -> int:
-        return self._gloo.claim(count)
+        return self._family.gloo.claim(count)
 
     def abort(self, why: str) -> None:
-        self._formed.lost.abort(why)
-        self._gloo.abort(why)
+        self._family.lost.abort(why)
+        self._family.gloo.abort(why)
 
     def close(self) -> None:
-        if self._formed.lost.has_lost_peer:
+        if self._family.lost.has_lost_peer:
             self.abort("a peer is gone")
-        self._formed.lost.close()
-        for exchange in self._formed.exchanges:
+        self._family.lost.close()
+        for exchange in self._family.exchanges:
             exchange.close()
-        self._formed.exchanges.clear()
-        self._gloo.close()
+        self._family.exchanges.clear()
+        self._family.gloo.close()
 
     def _start(self, tensor: Tensor, combine: Combine | None, owner: int | None, has_result: bool = True) -> Work:
         work = self._exchange.start(tensor, combine, owner, has_result)
         name = "broadcast" if combine is None else "all_reduce" if owner is None else "reduce"
-        return Work(work, tensor, self.traffic, self._formed.lost, name)
+        return Work(work, tensor, self.traffic, self._family.lost, name)
 
 
-class _Formed:
+@dataclass
+class _Family:
     """What the groups of one set of ranks have in common; `form` forms one more, on all ranks at once."""
 
-    def __init__(
-        self,
-        gloo: Group,
-        store: Store,
-        device: torch.device,
-        has_cuda: bool,
-        sizes: Sizes,
-        verify: bool,
-        timeout: timedelta,
-        ranks: tuple[int, ...],
-        meanwhile: Callable[[], None],
-        forming: Forming,
-    ) -> None:
-        self.has_cuda = has_cuda
-        self.lost = Lost()
-        self._forming = forming.unless(self.lost)
-        self._gloo, self._store, self._device = gloo, store, device
-        self._sizes, self._verify, self._timeout = sizes, verify, timeout
-        self._ranks, self._meanwhile = ranks, meanwhile
-        self._count = 0
-        self.exchanges: list[Exchange] = []
+    gloo: Group
+    store: Store
+    device: torch.device
+    has_cuda: bool
+    sizes: Sizes
+    verify: bool
+    ranks: tuple[int, ...]
+    meanwhile: Callable[[], None]
+    forming: Forming
+    lost: Lost = field(default_factory=Lost)
+    exchanges: list[Exchange] = field(default_factory=list)
+    num_formed: int = 0
 
     def progress(self) -> None:
         """Ranks may wait for collectives of two groups in different order: whoever waits answers in both."""
         for exchange in self.exchanges:
             exchange.progress()
-        self._meanwhile()
+        self.meanwhile()
 
     def form(self) -> Group:
         """A group with a segment of its own; over Gloo where that is not possible, which rank 0 says."""
-        rank, world_size = self._gloo.rank, self._gloo.world_size
-        layout = Layout(world_size, self._sizes.ring, self._ranks)
-        store = under(f"shared-memory/{self._count}", self._store)
-        self._count += 1
+        rank, world_size = self.gloo.rank, self.gloo.world_size
+        layout = Layout(world_size, self.sizes.ring, self.ranks)
+        store = under(f"shared-memory/{self.num_formed}", self.store)
+        self.num_formed += 1
         self.lost.check()
         prepare = partial(create_semaphores, layout=layout)
-        segment = share_segment(store, rank, world_size, layout.size, prepare, self._device, self._forming)
+        forming = self.forming.unless(self.lost)
+        segment = share_segment(store, rank, world_size, layout.size, prepare, self.device, forming)
         if isinstance(segment, str):
             if rank == 0:
-                who = f"ranks {', '.join(map(str, self._ranks))}" if self._ranks else "ranks"
+                who = f"ranks {', '.join(map(str, self.ranks))}" if self.ranks else "ranks"
                 print(f"uneven: {who} communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
-            return self._gloo if self._count == 1 else self._gloo.new_group()
-        exchange = Exchange(segment, layout, rank, self._sizes, self._verify, self._timeout.total_seconds(), self.lost)
-        return SharedMemoryGroup(self._gloo, exchange, self)
+            return self.gloo if self.num_formed == 1 else self.gloo.new_group()
+        peers = Peers(segment, layout, rank, GROUP_TIMEOUT.total_seconds())
+        exchange = Exchange(segment, layout, peers, self.sizes, self.verify, self.lost)
+        exchange.meanwhile = self.progress
+        self.exchanges.append(exchange)
+        return SharedMemoryGroup(self, exchange)
 
 
 def share(
@@ -135,7 +132,6 @@ def share(
     device: torch.device,
     verify: bool = False,
     sizes: Sizes | None = None,
-    timeout: timedelta = GROUP_TIMEOUT,
     ranks: Sequence[int] = (),
     meanwhile: Callable[[], None] = lambda: None,
     forming: Forming | None = None,
@@ -151,4 +147,4 @@ def share(
     forming.wait(store, keys)
     has_cuda = any(store.get(key) == b"cuda" for key in keys)
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
-    return _Formed(gloo, store, device, has_cuda, sizes, verify, timeout, tuple(ranks), meanwhile, forming).form()
+    return _Family(gloo, store, device, has_cuda, sizes, verify, tuple(ranks), meanwhile, forming).form()

@@ -47,7 +47,7 @@ class Layout:
         return self.ring(self.world_size)
 
     def state(self, rank: int) -> int:
-        """The numbers that a rank tells about itself, see comm/peers.py; before them lies the segment's token."""
+        """The numbers that a rank tells about itself (Peers in exchange.py); before them lies the token."""
         return PAGE * (1 + rank)
 
     def lane(self, rank: int, is_result: bool) -> int:
@@ -214,9 +214,9 @@ class Outbox:
 
     def _post(self, numbers: tuple[tuple[int, int], ...], start: int, length: int, checksum: int) -> None:
         for lane, number in numbers:
-            place = number % ENTRIES * FIELDS
             table = self._tables[lane]
-            table[place], table[place + 1], table[place + 2], table[place + 3] = start, length, checksum, number
+            for place, entry in enumerate((start, length, checksum, number), number % ENTRIES * FIELDS):
+                table[place] = entry
             self._there[lane].post()
 
     def _allocate(self, length: int, lanes: Sequence[int]) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.joined import AnyGroup, as_group
+from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
 from uneven.parallel.elementwise import changes_nothing

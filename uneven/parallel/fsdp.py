@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.optim import Optimizer
 
-from uneven.comm.joined import AnyGroup, as_group
+from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from uneven.comm.group import Group, SoloGroup
-from uneven.comm.joined import AnyGroup, as_group
+from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError, MachineError
 from uneven.parallel.ddp import copied_params
 from uneven.parallel.flat_shards import FlatShards, checked_shares, group_by_kind

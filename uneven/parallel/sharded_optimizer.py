@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.comm.joined import AnyGroup, as_group
+from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.comm.work import WorkList
 from uneven.errors import InputError
 from uneven.parallel.buckets import view_like

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.comm.joined import AnyGroup, as_group
+from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.elementwise import refuse_by_elements

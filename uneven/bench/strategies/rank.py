@@ -50,8 +50,9 @@ from uneven.bench.strategies.task import (
     step,
 )
 from uneven.comm.gather import gather_checksums
-from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import reach_store
+from uneven.comm.torch_group import TorchGroup
 from uneven.hardware.cores import pin
 from uneven.launch.lifeline import end_with_parent
 

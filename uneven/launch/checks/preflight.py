@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from uneven.comm.group import has_nccl
 from uneven.comm.segment import why_impossible
+from uneven.comm.torch_group import has_nccl
 from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
 from uneven.data.changed_settings import refuse_changed_settings
 from uneven.data.check_batch import check_batch

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from uneven.comm.fingerprint import exchange
-from uneven.comm.gloo_address import use_gloo_address
+from uneven.comm.gloo import use_gloo_address
 from uneven.comm.store import Store
 from uneven.errors import InputError
 from uneven.hardware.addresses import interface_with, is_loopback, is_v6, source_address

@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from tests.forked import run_forked
-from uneven.comm import gloo_output
-from uneven.comm.gloo_output import gloo_to_stderr
+from uneven.comm import gloo
+from uneven.comm.gloo import gloo_to_stderr
 
 
 @pytest.fixture(autouse=True)
 def writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_output, "WRITES", True)
+    monkeypatch.setattr(gloo, "WRITES", True)
 
 
 def test_the_descriptor_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_the_last_of_several_threads_puts_it_back(capfd: pytest.CaptureFixture[s
 def test_a_process_without_these_descriptors(closed: tuple[int, ...]) -> None:
     code = (
         f"import os; [os.close(fd) for fd in {closed}]\n"
-        "from uneven.comm import gloo_output as g; g.WRITES = True\n"
+        "from uneven.comm import gloo as g; g.WRITES = True\n"
         "with g.gloo_to_stderr(): pass\n"
         "os._exit(7)"
     )
