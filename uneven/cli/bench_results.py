@@ -11,7 +11,7 @@ from uneven.errors import InputError, RankError
 from uneven.files import json_text
 
 if TYPE_CHECKING:
-    from uneven.bench.report.references import Judged
+    from uneven.bench.report.check import Judged
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
 
@@ -32,9 +32,9 @@ def report(
 
       uneven bench report runs --out report.html
     """
-    from uneven.bench.report.build import build_report, write_report
+    from uneven.bench.report.build import build_report
     from uneven.bench.report.sections import render_markdown
-    from uneven.bench.single.folders import sweeps_in
+    from uneven.bench.single.folders import sweeps_in, write_file
 
     places = sweeps_in(runs)
     pages = {}
@@ -60,7 +60,7 @@ def report(
             from uneven.bench.report.page import render_page
 
             text = render_page(found[place], path.parent)
-        write_report(path, text)
+        write_file(path, text)
         print(f"wrote {path}", file=sys.stderr)
 
 
@@ -138,8 +138,7 @@ def check(
 
       uneven bench check runs --baseline baseline.json
     """
-    from uneven.bench.report.compare import check as faults_of
-    from uneven.bench.report.compare import write_baseline
+    from uneven.bench.report.check import check_baseline, write_baseline
 
     if baseline is not None and save is not None:
         raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")
@@ -152,7 +151,7 @@ def check(
     if baseline is None:
         _check_references(runs, as_json)
         return
-    faults = faults_of(runs, baseline)
+    faults = check_baseline(runs, baseline)
     if as_json:
         print(json_text({"faults": faults}))
     elif not faults:
@@ -163,7 +162,7 @@ def check(
 
 def _check_references(runs: Path, as_json: bool) -> None:
     """Every mode against what was published and one device alone, as a table; of several sweeps one each."""
-    from uneven.bench.report.references import compare_with_references
+    from uneven.bench.report.check import compare_with_references
     from uneven.bench.single.folders import sweeps_in
 
     places = sweeps_in(runs)

@@ -7,9 +7,8 @@ import pytest
 
 from tests.bench.folders import SECOND, make_run, make_timeline
 from uneven.bench.report.build import build_report
-from uneven.bench.report.details import calibration
 from uneven.bench.report.page import curve, render_page
-from uneven.bench.report.sections import render_markdown
+from uneven.bench.report.sections import calibration, render_markdown
 from uneven.errors import InputError
 from uneven.timeline.sample import Sample
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.bench.folders import make_run
-from uneven.bench.report.compare import check, compare, write_baseline
+from uneven.bench.report.check import check_baseline, write_baseline
+from uneven.bench.report.compare import compare
 from uneven.bench.report.pack import pack
 from uneven.errors import InputError
 
@@ -70,7 +71,7 @@ def test_the_gate_does_not_trust_a_disturbed_efficiency(tmp_path: Path) -> None:
     efficiency(base, 0.95)
     write_baseline(base, file)
     efficiency(base, 0.95, is_disturbed=True)
-    (fault,) = check(base, file)
+    (fault,) = check_baseline(base, file)
     assert "not measured, or disturbed" in fault
 
 
@@ -78,19 +79,19 @@ def test_the_gate_lets_better_pass_and_names_what_is_worse(tmp_path: Path) -> No
     base, file = sweep(tmp_path / "base", 0.0, 1000.0), tmp_path / "baseline.json"
     efficiency(base, 0.95)
     write_baseline(base, file)
-    assert check(base, file) == []
+    assert check_baseline(base, file) == []
     good = sweep(tmp_path / "good", 0.02, 500.0)
     efficiency(good, 0.94)
-    assert check(good, file) == [], "better quality, and efficiency within its interval"
+    assert check_baseline(good, file) == [], "better quality, and efficiency within its interval"
     bad = sweep(tmp_path / "bad", -0.05, 1000.0)
     efficiency(bad, 0.80)
-    faults = check(bad, file)
+    faults = check_baseline(bad, file)
     assert [fault.split(":")[0] for fault in faults] == ["lenet cpu-async"] * 2
     assert "accuracy 0.922, the baseline has 0.972" in faults[0]
     assert "efficiency 0.800" in faults[1]
-    (missing,) = check(sweep(tmp_path / "none", 0.0, 1.0), file)
+    (missing,) = check_baseline(sweep(tmp_path / "none", 0.0, 1.0), file)
     assert "efficiency was not measured" in missing
-    assert check(sweep(tmp_path / "other", 0.0, 1.0, "mlp"), file) == ["lenet cpu-async: has no finished run"]
+    assert check_baseline(sweep(tmp_path / "other", 0.0, 1.0, "mlp"), file) == ["lenet cpu-async: has no finished run"]
 
 
 def test_two_seeds_of_a_baseline_that_differ_by_chance_do_not_allow_any_quality(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_two_seeds_of_a_baseline_that_differ_by_chance_do_not_allow_any_quality(
         make_run(tmp_path / "base", "lenet", "solo-0", seed, quality)
         make_run(tmp_path / "now", "lenet", "solo-0", seed, quality - 0.05)
     write_baseline(tmp_path / "base", tmp_path / "b.json")
-    (fault,) = check(tmp_path / "now", tmp_path / "b.json")
+    (fault,) = check_baseline(tmp_path / "now", tmp_path / "b.json")
     assert fault == "lenet solo-0: accuracy 0.94, the baseline has 0.99 (allowed: 0.012 worse)"
 
 
@@ -107,12 +108,12 @@ def test_the_gate_does_not_pass_on_the_runs_that_are_left(tmp_path: Path) -> Non
     root, file = sweep(tmp_path / "runs", 0.0, 1000.0), tmp_path / "baseline.json"
     write_baseline(root, file)
     pack(root, tmp_path / "results")
-    assert check(tmp_path / "results", file) == []
+    assert check_baseline(tmp_path / "results", file) == []
     packed = tmp_path / "results" / "lenet" / "cpu-async" / "seed-0.json"
     packed.write_text(packed.read_text().replace('"accuracy":0.97', '"accuracy":0.99'))
-    assert any("was changed since it was packed" in fault for fault in check(tmp_path / "results", file))
+    assert any("was changed since it was packed" in fault for fault in check_baseline(tmp_path / "results", file))
     (root / "lenet" / "cpu-async" / "seed-1" / "failure.json").write_text('{"reason": "out of memory"}')
-    (fault,) = check(root, file)
+    (fault,) = check_baseline(root, file)
     assert fault.endswith("seed-1: out of memory")
 
 
@@ -121,7 +122,7 @@ def test_an_efficiency_that_is_no_number_was_not_measured(tmp_path: Path) -> Non
     efficiency(root, 0.95)
     write_baseline(root, file)
     efficiency(root, float("nan"))
-    (fault,) = check(root, file)
+    (fault,) = check_baseline(root, file)
     assert "efficiency was not measured" in fault
 
 
@@ -139,7 +140,7 @@ def test_a_file_that_is_no_baseline_is_told(tmp_path: Path) -> None:
     for rows in wrong:
         (tmp_path / "b.json").write_text(json.dumps({"version": 1, "rows": rows}))
         with pytest.raises(InputError, match="is no baseline of version 1"):
-            check(root, tmp_path / "b.json")
+            check_baseline(root, tmp_path / "b.json")
 
 
 def test_a_run_is_compared_with_an_older_one_that_was_moved_aside(tmp_path: Path) -> None:

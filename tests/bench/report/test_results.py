@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from uneven.bench.report.build import build_report
-from uneven.bench.report.references import compare_with_references
+from uneven.bench.report.check import compare_with_references
 from uneven.bench.report.sections import render_markdown
 from uneven.bench.single.folders import read_runs, sweeps_in
 

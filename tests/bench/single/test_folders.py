@@ -111,7 +111,7 @@ def test_a_run_that_was_copied_counts_once(place: str, tmp_path: Path) -> None:
         (lambda folder: change(folder, devices=["bogus"], metric="accuracy"), "has no usable devices"),
         (lambda folder: change(folder, metric=[]), "has no usable metric"),
         (lambda folder: change(folder, asked=[], sample_shares=["x"]), "has no usable asked, sample_shares"),
-        (lambda folder: change(folder, interference={"stolen_share": "x"}), "has no usable stolen_share"),
+        (lambda folder: change(folder, interference={"stolen_share": "x"}), "has no usable interference"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
     ],
 )

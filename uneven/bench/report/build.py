@@ -13,30 +13,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.models.recipe import Recipe
-from uneven.bench.report.mode_times import mode_times
-from uneven.bench.report.quality import MARGIN, at_time, longer_than, loss_gap, passed, reached, target_of
+from uneven.bench.report.model_runs import (
+    MARGIN,
+    ModelRuns,
+    at_time,
+    by_model,
+    loss_gap,
+    mean_quality,
+    passed,
+    reached,
+    unknown_models,
+)
 from uneven.bench.single.folders import (
-    EFFICIENCY,
     SWEEP,
-    BrokenRun,
     RunRecord,
     for_speed,
+    median_of,
     nothing_found,
+    read_efficiency,
     read_equal_time,
     read_runs,
-    single_device,
     sweep_of,
 )
 from uneven.bench.single.modes import JOINT, OWN_LOOP
-from uneven.bench.single.run_times import is_number
+from uneven.bench.single.shape import is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import folder_error, read_json, write_atomically
+from uneven.files import read_json
 from uneven.hardware.yardstick import ddp_bound, gap
-from uneven.timeline.verdict import MEASURED, Verdict, verdict
+from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
 VERSION = 1
 RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
@@ -135,72 +141,30 @@ def build_report(root: Path) -> Report:
     if not records:
         reasons = "".join(f"\n  {run.folder}: {run.reason}" for run in broken)
         raise InputError(f"{nothing_found(root)}{reasons}")
-    names = [name for name in models.NAMES if any(record.model == name for record in records)]
-    longer = read_equal_time(root)
-    unknown = [BrokenRun(r.folder, f"unknown model {r.model!r}") for r in records if r.model not in models.NAMES]
-    return Report(
-        VERSION,
-        str(root),
-        _hardware(records),
-        [_model(name, [record for record in records if record.model == name], longer) for name in names],
-        [{"folder": str(run.folder), "reason": run.reason} for run in (*broken, *unknown)],
-        *_read_sweeps(root),
-    )
-
-
-def _read_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
-    """The modes that sweeps into this folder skipped, and the commands that make the report again."""
-    sweeps = read_json(sweep_of(root) / SWEEP)
-    if not isinstance(sweeps, dict):
-        return {}, []
-    skipped, commands = sweeps.get("skipped"), sweeps.get("commands")
-    known = [str(line) for line in commands] if isinstance(commands, list) else []
-    return dict(skipped) if isinstance(skipped, dict) else {}, [*known, f"uneven bench report {root}"]
-
-
-def write_report(path: Path, text: str) -> None:
-    """MachineError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise folder_error(path.parent, error) from error
-
-
-def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    failed = [{"folder": str(run.folder), "reason": run.reason} for run in broken]
+    failed += [{"folder": str(run.folder), "reason": f"unknown model {run.model!r}"} for run in unknown_models(records)]
     machines = {json.dumps(record.summary.get("machine") or {}, sort_keys=True) for record in records}
-    return [json.loads(machine) for machine in sorted(machines)]
-
-
-def _model(name: str, records: list[RunRecord], longer: Sequence[RunRecord]) -> ModelReport:
-    """`longer` are the runs of all models at equal time."""
-    recipe = models.get(name)
-    by_mode: dict[str, list[RunRecord]] = {}
-    for record in sorted(records, key=lambda record: record.seed):
-        by_mode.setdefault(record.mode, []).append(record)
-    alone = _solo_speeds(by_mode)
-    is_solo_disturbed = any(
-        all(run.is_disturbed for run in runs) for mode, runs in by_mode.items() if mode.startswith("solo-")
+    record = read_json(sweep_of(root) / SWEEP)
+    sweep = record if isinstance(record, dict) else {}
+    skipped, commands = sweep.get("skipped"), sweep.get("commands")
+    typed = [str(line) for line in commands] if isinstance(commands, list) else []
+    return Report(
+        version=VERSION,
+        root=str(root),
+        hardware=[json.loads(machine) for machine in sorted(machines)],
+        models=[_model(runs) for runs in by_model(records, read_equal_time(root))],
+        failed=failed,
+        skipped=dict(skipped) if isinstance(skipped, dict) else {},
+        commands=[*typed, f"uneven bench report {root}"] if isinstance(record, dict) else [],
     )
-    single = single_device(by_mode)
-    solo = by_mode[single] if single is not None else []
-    target = target_of(recipe, solo)
-    rows = [
-        _row(
-            recipe,
-            mode,
-            runs,
-            alone,
-            solo,
-            target,
-            is_solo_disturbed,
-            [run for run in longer if (run.model, run.mode) == (name, mode)],
-        )
-        for mode, runs in sorted(by_mode.items(), key=_order)
-    ]
-    first, best = records[0].summary, _best(recipe, rows, single)
+
+
+def _model(runs: ModelRuns) -> ModelReport:
+    recipe, alone = runs.recipe, [] if runs.is_solo_disturbed else runs.alone
+    rows = [_row(runs, mode) for mode in sorted(runs.by_mode, key=_order)]
+    first, best = next(iter(runs.by_mode.values()))[0].summary, _best(runs, rows)
     return ModelReport(
-        model=name,
+        model=recipe.name,
         title=recipe.title,
         metric=recipe.metric,
         higher_is_better=recipe.higher_is_better,
@@ -208,36 +172,38 @@ def _model(name: str, records: list[RunRecord], longer: Sequence[RunRecord]) -> 
         source=recipe.published.source if recipe.published else None,
         recipe_epochs=recipe.epochs,
         settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
-        gap=gap(alone) if alone and not is_solo_disturbed else None,
-        sync_bound=ddp_bound(alone) if alone and not is_solo_disturbed else None,
-        target=target,
+        gap=gap(alone) if alone else None,
+        sync_bound=ddp_bound(alone) if alone else None,
+        target=runs.target,
         rows=rows,
         best=best,
-        is_solo_disturbed=is_solo_disturbed,
-        verdict=_verdict(recipe, rows, by_mode, alone, best, is_solo_disturbed),
+        is_solo_disturbed=runs.is_solo_disturbed,
+        verdict=_verdict(runs, rows, best),
     )
 
 
-def _verdict(
-    recipe: Recipe,
-    rows: list[ModeReport],
-    by_mode: dict[str, list[RunRecord]],
-    alone: list[float],
-    best: str | None,
-    is_solo_disturbed: bool,
-) -> Verdict | None:
+def _order(mode: str) -> tuple[int, str]:
+    """Sort key: each device alone, then PyTorch's DDP, then our modes in their order."""
+    if mode.startswith("solo-"):
+        return 0, mode
+    ours = [*OWN_LOOP, *JOINT]
+    return (1 if mode == "torch-ddp" else 2 + ours.index(mode) if mode in ours else 99), mode
+
+
+def _verdict(runs: ModelRuns, rows: list[ModeReport], best: str | None) -> Verdict | None:
     """Of the best mode, or of the fastest one on several devices where the best is a device alone or not known."""
     joint = [row for row in rows if row.mode in (*OWN_LOOP, *JOINT) and row.samples_per_s]
-    title = recipe.title[:1].upper() + recipe.title[1:]
+    title = runs.recipe.title[:1].upper() + runs.recipe.title[1:]
     if not joint:
         return None
     timed = [row for row in joint if not row.is_disturbed]
-    if not timed or is_solo_disturbed:
+    if not timed or runs.is_solo_disturbed:
         return Verdict(f"{title}: no verdict, since other programs disturbed the runs that it needs.")
     row = next((row for row in timed if row.mode == best), max(timed, key=lambda row: row.samples_per_s or 0.0))
     assert row.samples_per_s is not None, "chosen by it"
+    alone = runs.alone
     # Speeds that were measured in turn are nearer the truth than those of whole runs, between which a machine drifts.
-    paired = None if row.is_efficiency_disturbed else _pair_speeds(by_mode[row.mode])
+    paired = None if row.is_efficiency_disturbed else _pair_speeds(runs.by_mode[row.mode])
     owned, speed = paired if paired is not None and alone else (alone, row.samples_per_s)
     lost = {cause: loss * sum(owned) / sum(alone) for cause, loss in row.lost.items()} if alone else {}
     return verdict(owned, speed, lost, MEASURED, f"{title} by {row.mode}")
@@ -249,97 +215,68 @@ def _pair_speeds(runs: Sequence[RunRecord]) -> tuple[list[float], float] | None:
     alone, joint = paired.get("solo_samples_per_s"), paired.get("joint_samples_per_s")
     if not isinstance(alone, list) or len(alone) != len(runs[0].summary["devices"]):
         return None
-    speeds = [float(speed) for speed in (*alone, joint) if is_number(speed) and speed > 0.0]
-    return (speeds[:-1], speeds[-1]) if len(speeds) == len(alone) + 1 else None
+    are_speeds = all(is_number(speed) and speed > 0.0 for speed in (*alone, joint))
+    return ([float(speed) for speed in alone], float(joint)) if are_speeds and joint is not None else None
 
 
-def _order(entry: tuple[str, Any]) -> tuple[int, str]:
-    """Sort key: each device alone, then PyTorch's DDP, then our modes in their order."""
-    mode = entry[0]
-    if mode.startswith("solo-"):
-        return 0, mode
-    ours = [*OWN_LOOP, *JOINT]
-    return (1 if mode == "torch-ddp" else 2 + ours.index(mode) if mode in ours else 99), mode
-
-
-def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
-    """Samples/s of every device alone, in order; empty if there are fewer than two or one is missing."""
-    speeds: list[float] = []
-    while f"solo-{len(speeds)}" in by_mode:
-        runs = by_mode[f"solo-{len(speeds)}"]
-        speeds.append(statistics.median(run.summary["samples_per_s"] for run in for_speed(runs)))
-    num_devices = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
-    return speeds if len(speeds) >= max(2, num_devices) else []
-
-
-def _row(
-    recipe: Recipe,
-    mode: str,
-    runs: list[RunRecord],
-    alone: list[float],
-    solo: list[RunRecord],
-    target: float | None,
-    is_solo_disturbed: bool,
-    longer: list[RunRecord],
-) -> ModeReport:
-    is_for_speed = runs[0].is_for_speed
-    has_speed = not runs[0].takes_turns
+def _row(model: ModelRuns, mode: str) -> ModeReport:
+    recipe, runs, alone, solo = model.recipe, model.by_mode[mode], model.alone, model.solo
+    first, timed, longer = runs[0].summary, for_speed(runs), model.longer(mode)
+    has_quality, has_speed = not runs[0].is_for_speed, not runs[0].takes_turns
+    is_timed = has_quality and has_speed
     mean, half = interval([run.quality for run in runs])
-    timed = for_speed(runs)
     is_marked = all(run.is_disturbed for run in runs)
-    speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
-    seconds = statistics.median(run.summary["train_seconds"] for run in timed)
-    when_reached = [when for run in timed if (when := reached(recipe, run, target)) is not None]
-    longer = longer_than(longer, runs)
+    speed = median_of("samples_per_s", timed) if has_speed else None
+    when_reached = [when for run in timed if (when := reached(recipe, run, model.target)) is not None]
     judged = longer or runs
-    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, judged, solo)
-    paired = read_efficiency(runs)
-    estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
-    published = recipe.published.value if recipe.published else None
-    known = [run.summary["samples_per_s"] for run in for_speed(solo)]  # where not every device was run alone
-    fastest = max(alone) if alone else statistics.median(known) if known else None
+    equal_time, is_end = at_time(recipe, judged, solo) if is_timed else (None, False)
+    pairs = read_efficiency(runs)
+    paired = pairs if pairs and has_speed else {}
+    estimate = speed / sum(alone) if speed and alone and len(first["devices"]) > 1 else None
+    # Where not every device was run alone, it is that of those that were.
+    fastest = max(alone) if alone else median_of("samples_per_s", for_speed(solo)) if solo else None
     return ModeReport(
         mode=mode,
         seeds=len(runs),
-        batch=_batch(runs[0].summary),
-        is_for_speed=is_for_speed,
+        batch=_batch(first),
+        is_for_speed=not has_quality,
         has_speed=has_speed,
         is_disturbed=is_marked,
-        is_efficiency_disturbed=is_disturbed(paired) if paired else is_marked or is_solo_disturbed,
-        quality=None if is_for_speed else mean,
-        quality_half=None if is_for_speed or len(runs) < 2 else half,
-        vs_published=None if is_for_speed or published is None else mean - published,
-        train_s=None if is_for_speed or not has_speed else seconds,
+        is_efficiency_disturbed=is_disturbed(pairs) if pairs else is_marked or model.is_solo_disturbed,
+        quality=mean if has_quality else None,
+        quality_half=half if has_quality and len(runs) > 1 else None,
+        vs_published=mean - recipe.published.value if has_quality and recipe.published else None,
+        train_s=median_of("train_seconds", timed) if is_timed else None,
         samples_per_s=speed,
         speedup=speed / fastest if speed and fastest else None,
-        efficiency=(paired["efficiency"] if paired else estimate) if has_speed else None,
-        efficiency_half=paired["half_width"] if paired and has_speed else None,
-        efficiency_pairs=paired["pairs"] if paired and has_speed else None,
-        efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
-        **mode_times(timed, alone),
+        efficiency=paired.get("efficiency", estimate),
+        efficiency_half=paired.get("half_width"),
+        efficiency_pairs=paired.get("pairs"),
+        efficiency_batch=paired.get("batch_size"),
+        **_times(timed, alone),
         sample_shares=_sample_shares(timed),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
-        target_s=statistics.median(when_reached) if when_reached and has_speed and not is_for_speed else None,
+        target_s=statistics.median(when_reached) if when_reached and is_timed else None,
         target_seeds=len(when_reached),
         target_of_seeds=len(timed),
-        target_is_bound=any(reached(recipe, run, target, evaluations=1) is not None for run in timed),
+        target_is_bound=any(reached(recipe, run, model.target, evaluations=1) is not None for run in timed),
         equal_time=equal_time,
         equal_time_is_end=is_end,
-        equal_time_epochs=int(statistics.median(run.summary["epochs"] for run in longer)) if longer else None,
+        equal_time_epochs=int(median_of("epochs", longer)) if longer else None,
         is_equal_time_disturbed=any(run.is_disturbed for run in (*for_speed(judged), *for_speed(solo))),
-        passed=None if is_for_speed else passed(recipe, runs),
-        loss_gap=None if is_for_speed else loss_gap(runs, solo),
-        trajectories=[] if is_for_speed else [run.metrics for run in runs],
+        passed=passed(recipe, runs) if has_quality else None,
+        loss_gap=loss_gap(runs, solo) if has_quality else None,
+        trajectories=[run.metrics for run in runs] if has_quality else [],
         folders=[str(run.folder) for run in runs],
-        runs=[_facts(run, is_for_speed) for run in (*runs, *longer)],
+        runs=[_facts(run, has_quality) for run in (*runs, *longer)],
     )
 
 
-def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
+def _facts(run: RunRecord, has_quality: bool) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "epochs": run.summary.get("epochs"),
-        "quality": None if is_for_speed else run.quality,
+        "quality": run.quality if has_quality else None,
         "train_s": run.summary["train_seconds"],
         "is_disturbed": run.is_disturbed,
         "interference": run.summary.get("interference"),
@@ -352,9 +289,8 @@ def _batch(summary: dict[str, Any]) -> str:
     lr = f", lr x {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
     if summary.get("global_batch_size"):
         return f"{summary['global_batch_size']} in all{lr}"
-    num_devices = len(summary["devices"])
-    per_device = str(summary.get("batch_size", ""))
-    return (f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device) + lr
+    devices, per_device = len(summary["devices"]), str(summary.get("batch_size", ""))
+    return (f"{devices} x {per_device}" if devices > 1 and per_device else per_device) + lr
 
 
 def _sample_shares(runs: Sequence[RunRecord]) -> list[float]:
@@ -362,25 +298,55 @@ def _sample_shares(runs: Sequence[RunRecord]) -> list[float]:
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
-def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
-    """The paired measurement beside the runs of a mode; None if there is none that can be read."""
-    paired = read_json(runs[0].folder.parent / EFFICIENCY)
-    if not isinstance(paired, dict):
-        return None
-    figures = [paired.get(name) for name in ("efficiency", "half_width", "pairs")]
-    return paired if all(map(is_number, figures)) else None
+def _times(runs: Sequence[RunRecord], alone: Sequence[float]) -> dict[str, Any]:
+    """How the runs of a mode spent their time: fields of a ModeReport, from what each tells of itself."""
+    known = [(run, times) for run in runs if (times := run.times()) is not None]
+    found = [times for _, times in known]
+    if not found:
+        return {"rounds": None, "transfer_ms": None, "wait_ms": None}
+    rounds = sum(times.rounds for times in found)
+    anchors = [times.anchor for times in found if times.anchor is not None]
+    # What NVML saw of a GPU while CPUs alone trained is what other programs did.
+    gpus = [times.gpus for run, times in known if any(str(name).startswith("cuda") for name in run.summary["devices"])]
+
+    def of_a_round(name: str) -> float | None:
+        return sum((getattr(times, name) or 0.0) * times.rounds for times in found) / rounds if rounds else None
+
+    return {
+        "rounds": round(rounds / len(found)) if rounds else None,
+        "transfer_ms": of_a_round("communication_ms"),
+        "wait_ms": of_a_round("wait_ms"),
+        "anchor": statistics.mean(anchors) if anchors else None,
+        "utilisation": _means([times.utilisation for times in found]),
+        "idle_s": {
+            cause: sum(times.idle_s.get(cause, 0.0) for times in found) / len(found)
+            for cause in dict.fromkeys(cause for times in found for cause in times.idle_s)
+        },
+        "lost": _means([lost_by_state(times.accounts, alone) for times in found if len(times.seconds) == len(alone)]),
+        "gpus": {
+            name: [statistics.mean(one[name][at] for one in gpus if name in one) for at in (0, 1)]
+            for name in dict.fromkeys(name for one in gpus for name in one)
+        },
+        "calibration": found[0].calibration,
+    }
 
 
-def _best(recipe: Recipe, rows: list[ModeReport], single: str | None) -> str | None:
-    solo = next((row for row in rows if row.mode == single), None)
-    if solo is None or solo.quality is None:
+def _means(each: Sequence[dict[str, float]]) -> dict[str, float]:
+    """By name, over those that have it."""
+    names = dict.fromkeys(name for one in each for name in one)
+    return {name: statistics.mean(one[name] for one in each if name in one) for name in names}
+
+
+def _best(runs: ModelRuns, rows: list[ModeReport]) -> str | None:
+    recipe, solo = runs.recipe, runs.solo
+    if not solo or solo[0].is_for_speed:
         return None
     sign = 1.0 if recipe.higher_is_better else -1.0
-    margin = MARGIN.get(recipe.metric, 0.0)
+    lowest = sign * mean_quality(solo)
     good = [
         row
         for row in rows
-        if row.quality is not None and row.samples_per_s and sign * (row.quality - solo.quality) >= -margin
+        if row.quality is not None and row.samples_per_s and sign * row.quality - lowest >= -MARGIN[recipe.metric]
     ]
     if any(row.is_disturbed for row in good):  # any of them may be the fastest
         return None

@@ -17,19 +17,22 @@ from uneven.bench.single.folders import (
     EFFICIENCY,
     EQUAL_TIME,
     FAILURE,
+    PACKED_VERSION,
     SWEEP,
     RunRecord,
     digest,
     nothing_found,
-    pack_failure,
-    pack_run,
     read_equal_time,
     read_run,
     read_runs,
     sweep_of,
+    write_file,
 )
 from uneven.errors import InputError
-from uneven.files import folder_error, read_json, write_atomically
+from uneven.files import finite, folder_error, read_json
+
+LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
+DIGITS = 7  # of a number in a packed history
 
 
 def pack(root: Path, out: Path) -> list[Path]:
@@ -42,7 +45,7 @@ def pack(root: Path, out: Path) -> list[Path]:
     files: dict[Path, str] = {}
     for folder, some in ((out, records), (out / EQUAL_TIME, read_equal_time(root))):
         for run in some:
-            files[folder / run.model / run.mode / f"seed-{run.seed}.json"] = _compact(pack_run(run))
+            files[folder / run.model / run.mode / f"seed-{run.seed}.json"] = _compact(run.packed or _packed(run))
     for broken_run in broken:
         place = broken_run.folder.absolute()
         if not place.name.startswith("seed-"):  # of a measurement of efficiency
@@ -52,7 +55,7 @@ def pack(root: Path, out: Path) -> list[Path]:
         own = out / EQUAL_TIME if place.parts[-4] == EQUAL_TIME else out
         file = own.joinpath(*place.parts[-3:]).with_suffix(".json")
         if not isinstance(read_run(file.with_suffix("")), RunRecord):  # never in place of a finished one
-            files[file] = _compact(pack_failure(broken_run))
+            files[file] = _compact({"version": PACKED_VERSION, "failure": broken_run.reason})
     stale = []
     for folder in dict.fromkeys(run.folder.parent for run in records):
         if isinstance(paired := read_json(folder / EFFICIENCY), dict):
@@ -62,13 +65,32 @@ def pack(root: Path, out: Path) -> list[Path]:
     try:
         for path in stale:
             path.unlink(missing_ok=True)
-        for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (text + "\n").encode())
-        write_atomically(out / SWEEP, (json.dumps(_record(sweep_of(root), out), indent=1) + "\n").encode())
     except OSError as error:
         raise folder_error(out, error) from error
+    for path, text in files.items():
+        write_file(path, f"{text}\n")
+    write_file(out / SWEEP, json.dumps(_record(sweep_of(root), out), indent=1) + "\n")
     return [*files, out / SWEEP]
+
+
+def _packed(run: RunRecord) -> dict[str, Any]:
+    """Everything of a finished run that a report needs, and its settings; small enough for git."""
+    config, times = read_json(run.folder / "config.json"), run.times()
+    settings = config.items() if isinstance(config, dict) else None
+    columns = list(dict.fromkeys(key for entry in run.metrics for key in entry))
+    rows = [[_shortened(entry.get(column)) for column in columns] for entry in run.metrics]
+    packed = {
+        "version": PACKED_VERSION,
+        "summary": run.summary,
+        "settings": None if settings is None else {key: one for key, one in settings if key not in LOCAL_SETTINGS},
+        "metrics": {"columns": columns, "rows": rows},
+        "times": None if times is None else times.to_json(),
+    }
+    return {**packed, "sha256": digest(packed)}
+
+
+def _shortened(value: Any) -> Any:
+    return finite(float(f"{value:.{DIGITS}g}")) if isinstance(value, float) else value
 
 
 def _record(root: Path, out: Path) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from uneven.bench.report.build import ModelReport, ModeReport, Report
-from uneven.bench.report.sections import Block, Section, sections_of
-from uneven.bench.report.table import Table
+from uneven.bench.report.sections import Block, Section, Table, sections_of
 from uneven.errors import MachineError
 from uneven.timeline.tables import fit_table
 from uneven.timeline.verdict import Verdict

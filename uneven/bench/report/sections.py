@@ -3,16 +3,17 @@
 Called by cli/bench_results.py. Invariant: a disturbed speed carries a mark wherever it is printed.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import groupby
+from typing import Any, TypeAlias
 
 from uneven.bench.report.build import ModelReport, ModeReport, Report
-from uneven.bench.report.details import calibration, every_run, gpus, trajectories
-from uneven.bench.report.quality import MARGIN
-from uneven.bench.report.table import Table, number, signed, value
+from uneven.bench.report.model_runs import MARGIN
 from uneven.bench.undisturbed import FOOTNOTE, MARK, mark
 from uneven.timeline.verdict import Verdict
 
+MOST_EPOCHS = 10  # rows of a table over epochs, evenly spread, with the first and the last
 IMPOSSIBLE = 1.05  # an estimated efficiency above this cannot be real: runs differ by less than 5 % by chance
 NOTES = (
     "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
@@ -32,6 +33,20 @@ NOTES = (
     "while another did. Where efficiency was measured by pairs, the speeds are those of the pairs.",
 )
 DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sweep --force'."
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; `of` leaves out columns that are empty in every row."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        assert all(len(row) == len(head) for row in rows), "a cell for every column"
+        kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+        return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
 
 Block: TypeAlias = str | Table | Verdict
@@ -75,23 +90,17 @@ def _escape(text: str) -> str:
 def sections_of(report: Report) -> list[Section]:
     """All sections in order: results first, then what failed, and at the end how to read and repeat them."""
     verdicts = [model.verdict for model in report.models if model.verdict is not None]
-    return [
-        Section("Benchmark report", [*verdicts, *_hardware(report)]),
-        *(section for model in report.models for section in (_model(model), _details(model))),
-        _failed(report),
-        *(
-            [Section("How to make it again", [f"$ {command}" for command in report.commands])]
-            if report.commands
-            else []
-        ),
-        Section("What the figures mean", [*NOTES], is_folded=True),
-    ]
-
-
-def _hardware(report: Report) -> list[str]:
-    return [
+    hardware = [
         f"{host.get('processor', 'unknown CPU')}, torch {host.get('torch', '?')}, uneven {host.get('uneven', '?')}"
         for host in report.hardware
+    ]
+    repeat = [Section("How to make it again", [f"$ {command}" for command in report.commands])]
+    return [
+        Section("Benchmark report", [*verdicts, *hardware]),
+        *(section for model in report.models for section in (_model(model), _details(model))),
+        _failed(report),
+        *(repeat if report.commands else []),
+        Section("What the figures mean", [*NOTES], is_folded=True),
     ]
 
 
@@ -128,26 +137,24 @@ def _model(model: ModelReport) -> Section:
     if any(row.is_disturbed or (row.efficiency and row.is_efficiency_disturbed) for row in model.rows):
         blocks.append(DISTURBED)
     if model.best is not None:
-        margin = MARGIN.get(model.metric, 0.0)
-        blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
+        margin = f"within {MARGIN[model.metric]:g} of solo's"
+        blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is {margin}.")
     return Section(f"{model.title} ({model.model})", blocks, model)
 
 
 def _details(model: ModelReport) -> Section:
     """Folded on a page: every run, and how it went epoch by epoch."""
-    found = [
-        ("Training loss and quality at the end of an epoch, mean over seeds:", trajectories(model)),
-        (
-            "What the policy had settled upon at the end of an epoch, in the first seed (shares in percent):",
-            calibration(model),
+    found = {
+        "Training loss and quality at the end of an epoch, mean over seeds:": trajectories(model),
+        "What the policy had settled upon at the end of an epoch, in the first seed (shares in percent):": (
+            calibration(model)
         ),
-        (
-            "The GPUs by NVML while a mode trained: how busy in percent, and seconds below 5 percent, mean over seeds:",
-            gpus(model),
+        "The GPUs by NVML while a mode trained: how busy in percent, and seconds below 5 percent, mean over seeds:": (
+            gpus(model)
         ),
-        ("Every run, and what other programs took meanwhile:", every_run(model)),
-    ]
-    blocks: list[Block] = [block for title, table in found if table is not None for block in (title, table)]
+        "Every run, and what other programs took meanwhile:": every_run(model),
+    }
+    blocks: list[Block] = [block for title, table in found.items() if table is not None for block in (title, table)]
     return Section(f"{model.model}: every run, epoch by epoch", blocks, is_folded=True)
 
 
@@ -159,11 +166,8 @@ def _quality(model: ModelReport) -> Table:
 
 
 def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
-    if row.is_for_speed:
-        quality = "(for its speed only)"
-    else:
-        quality = value(model.metric, row.quality)
-        quality += f" +- {value(model.metric, row.quality_half)}" if row.quality_half is not None else ""
+    quality = value(model.metric, row.quality)
+    quality += f" +- {value(model.metric, row.quality_half)}" if row.quality_half is not None else ""
     reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
     if row.target_s is not None and row.target_seeds < row.target_of_seeds:
         reached += f" ({row.target_seeds} of {row.target_of_seeds} seeds)"
@@ -174,7 +178,7 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         row.mode,
         str(row.seeds),
         row.batch,
-        quality,
+        "(for its speed only)" if row.is_for_speed else quality,
         "" if row.vs_published is None else signed(model.metric, row.vs_published),
         mark(number(row.train_s, ".1f"), row.is_disturbed) if row.has_speed else "(takes turns)",
         mark(number(row.samples_per_s, ",.0f"), row.is_disturbed),
@@ -198,20 +202,20 @@ def _equal_time(model: ModelReport, row: ModeReport) -> str:
 
 def _time(model: ModelReport) -> Table:
     head = ["mode", "busy", "samples", "anchor", "rounds", "communication ms", "wait ms", "peak memory"]
-    return Table.of(head, [_time_row(row) for row in model.rows])
-
-
-def _time_row(row: ModeReport) -> list[str]:
-    return [
-        row.mode,
-        ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
-        ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
-        number(row.anchor, ".0f"),
-        number(row.rounds, ","),
-        number(row.transfer_ms, ".2f"),
-        number(row.wait_ms, ".2f"),
-        "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB",
+    rows = [
+        [
+            row.mode,
+            ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
+            ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
+            number(row.anchor, ".0f"),
+            number(row.rounds, ","),
+            number(row.transfer_ms, ".2f"),
+            number(row.wait_ms, ".2f"),
+            "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB",
+        ]
+        for row in model.rows
     ]
+    return Table.of(head, rows)
 
 
 def _idle(model: ModelReport) -> list[Block]:
@@ -237,3 +241,111 @@ def _failed(report: Report) -> Section:
         blocks = [Table.of(["run", "reason"], [[run["folder"], run["reason"]] for run in report.failed])]
     blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]
     return Section("What failed, and what could not be", blocks)
+
+
+def trajectories(model: ModelReport) -> Table | None:
+    """Training loss and quality of every mode, mean over seeds, at some epochs: those with an evaluation, if any."""
+    modes = [row for row in model.rows if row.trajectories and row.trajectories[0]]
+    entries = [entry for row in modes for entry in row.trajectories[0]]
+    evaluated = {int(entry["epoch"]) for entry in entries if model.metric in entry}
+    epochs = _evenly(sorted(evaluated if len(evaluated) > 1 else {int(entry["epoch"]) for entry in entries}))
+    if len(epochs) < 2:
+        return None
+    rows = [[str(epoch), *(_at(model, row, epoch) for row in modes)] for epoch in epochs]
+    return Table.of(["epoch", *(row.mode for row in modes)], rows)
+
+
+def _at(model: ModelReport, row: ModeReport, epoch: int) -> str:
+    entries = [entry for run in row.trajectories for entry in run if entry["epoch"] == epoch]
+    losses = [float(entry["train_loss"]) for entry in entries if entry.get("train_loss") is not None]
+    found = [float(entry[model.metric]) for entry in entries if model.metric in entry]
+    loss = f"{sum(losses) / len(losses):.{6 if model.metric == 'mse' else 4}f}" if losses else ""
+    return f"{loss}, {value(model.metric, sum(found) / len(found))}" if found else loss
+
+
+def calibration(model: ModelReport) -> Table | None:
+    """Anchor, shares of the samples and the factor on the learning rate, in the first seed, at some epochs.
+
+    Epochs in a row with the same figures are one row.
+    """
+    modes = [row for row in model.rows if any(len(entry) > 1 for entry in row.calibration)]
+    if not modes:
+        return None
+    rows = []
+    for row in modes:
+        spans = [(figures, list(entries)) for figures, entries in groupby(row.calibration, key=_figures)]
+        rows += [[row.mode, _span(entries), *figures] for figures, entries in _evenly(spans)]
+    return Table.of(["mode", "epoch", "anchor", "shares", "lr scale"], rows)
+
+
+def _span(entries: Sequence[Mapping[str, Any]]) -> str:
+    first, last = ("end" if entries[at]["epoch"] is None else str(entries[at]["epoch"]) for at in (0, -1))
+    return first if first == last else f"{first} to {last}"
+
+
+def _figures(entry: Mapping[str, Any]) -> list[str]:
+    shares = entry.get("shares") or []
+    whole = sum(shares) or 1.0
+    return [
+        number(entry.get("anchor"), ".1f"),
+        ":".join(f"{100 * share / whole:.0f}" for share in shares),
+        number(entry.get("lr_scale"), ".2f"),
+    ]
+
+
+def gpus(model: ModelReport) -> Table | None:
+    """What NVML saw of the GPUs while a mode trained; None without any."""
+    names = list(dict.fromkeys(name for row in model.rows for name in row.gpus))
+    if not names:
+        return None
+    head = ["mode", *(f"{name} {what}" for name in names for what in ("%", "idle s"))]
+    rows = []
+    for row in model.rows:
+        cells = [row.gpus.get(name) for name in names]
+        rows.append([row.mode, *(f"{cell[at]:.1f}" if cell else "" for cell in cells for at in (0, 1))])
+    return Table.of(head, rows)
+
+
+def every_run(model: ModelReport) -> Table:
+    """Each run's quality and seconds, and beside them what other programs took meanwhile."""
+    has_several = any(run["runs_at_once"] > 1 for row in model.rows for run in row.runs)
+    rows = []
+    for row, run in ((mode, run) for mode in model.rows for run in mode.runs):
+        taken = run["interference"] or {}
+        cells = [
+            row.mode,
+            str(run["seed"]),
+            number(run["epochs"], "d"),
+            value(model.metric, run["quality"]),
+            mark(number(run["train_s"], ".2f"), run["is_disturbed"]) if row.has_speed else "(takes turns)",
+            number(taken.get("stolen_share"), ".1%"),
+            number(taken.get("foreign_cores"), ".2f"),
+            number(taken.get("pressure_share"), ".1%"),
+        ]
+        rows.append([*cells, str(run["runs_at_once"]) if has_several else ""])
+    head = ["mode", "seed", "epochs", model.metric, "train s", "stolen", "others' cores", "pressure", "runs at once"]
+    return Table.of(head, rows)
+
+
+def _evenly(entries: Sequence[Any]) -> list[Any]:
+    """At most MOST_EPOCHS of them, with the first and the last."""
+    last = len(entries) - 1
+    if last < MOST_EPOCHS:
+        return list(entries)
+    return [entries[round(place * last / (MOST_EPOCHS - 1))] for place in range(MOST_EPOCHS)]
+
+
+def value(metric: str, quality: float | None) -> str:
+    """A quality: an accuracy in percent."""
+    if quality is None:
+        return ""
+    return f"{100 * quality:.2f} %" if metric == "accuracy" else f"{quality:.{6 if metric == 'mse' else 4}f}"
+
+
+def signed(metric: str, difference: float) -> str:
+    """A difference of two qualities."""
+    return f"{100 * difference:+.2f} pp" if metric == "accuracy" else f"{difference:+.{6 if metric == 'mse' else 3}f}"
+
+
+def number(found: float | None, form: str, unit: str = "") -> str:
+    return "" if found is None else format(found, form) + unit

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from uneven.bench.single.run_times import is_number
+from uneven.bench.single.shape import is_number
 from uneven.errors import InputError
 from uneven.files import read_json
 from uneven.timeline.record import Account

@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from uneven.bench.report.build import write_report
 from uneven.bench.scaling.measure import Scaling, predict
+from uneven.bench.single.folders import write_file
 from uneven.errors import MachineError
 
 
@@ -38,4 +38,4 @@ def write_scaling_page(scaling: Scaling, title: str, path: Path) -> None:
     chart.add_layout(Whisker(base="ranks", lower="low", upper="high", source=bars))
     chart.scatter(ranks, [point.speedup for point in scaling.points], size=9, legend_label="measured", color="#0072B2")
     chart.legend.location = "top_left"
-    write_report(path, file_html(chart, INLINE, title))
+    write_file(path, file_html(chart, INLINE, title))

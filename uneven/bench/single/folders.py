@@ -1,15 +1,14 @@
 """Reads runs, ROOT/MODEL/MODE/seed-S: finished ones as RunRecords, all others as BrokenRuns with a reason.
 
-A run is a folder, or the one file `seed-S.json` that `pack_run` makes of it to be published: everything that a report
-needs and no weights. Where both are there, the folder counts if a run has ended in it, finished or failed. Runs at
-equal time, which bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by
+A run is a folder, or the one file `seed-S.json` that report/pack.py makes of it to be published: everything that a
+report needs and no weights. Where both are there, the folder counts if a run has ended in it, finished or failed. Runs
+at equal time, which bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by
 comparisons and by sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or
 damaged set of runs.
 """
 
 import hashlib
 import json
-import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,27 +16,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.run_times import RunTimes, is_number
+from uneven.bench.single.run_times import RunTimes
+from uneven.bench.single.shape import Shape, fits, is_figure, is_number, is_object, is_text, is_whole, optional
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import read_json
+from uneven.files import folder_error, read_json, write_atomically
 from uneven.hardware.device import is_lesser_copy, parse_device, parse_devices, takes_turns
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
 PACKED_VERSION = 1
-NEEDED = (
-    *("model", "mode", "seed", "devices", "epochs"),
-    *("metric", "quality", "train_seconds", "samples_per_s", "samples"),
-)
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
 EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
 DEPTHS = ("*/*/seed-*", "*/seed-*", "seed-*")  # of a sweep's folder, a model's, a mode's
 EFFICIENCY = "efficiency.json"  # in the folder of a mode: measured by pairs
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
-LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
-TAKEN = ("stolen_share", "foreign_cores", "pressure_share")  # of a run's interference, where they are known
-DIGITS = 7  # of a number in a packed history
+NEEDED = (
+    *("model", "mode", "seed", "devices", "epochs"),
+    *("metric", "quality", "train_seconds", "samples_per_s", "samples"),
+)
+SUMMARY: dict[str, Shape] = {  # beside the quality, whose name is the metric
+    "metric": is_text,
+    "train_seconds": is_number,
+    "samples_per_s": is_number,
+    "samples": is_number,
+    "seed": is_whole,
+    "epochs": is_whole,
+    "devices": lambda names: isinstance(names, list) and len(names) > 0 and all(map(_is_device, names)),
+    "asked": optional(is_object),
+    "machine": optional(is_object),
+    "interference": optional(
+        dict.fromkeys(("stolen_share", "foreign_cores", "pressure_share"), optional(is_number)),
+    ),
+    "peak_memory_bytes": optional(is_number),
+    "eval_samples": optional(is_number),
+    "runs_at_once": optional(is_number),
+    "sample_shares": optional([is_number]),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,10 @@ class RunRecord:
     @property
     def seed(self) -> int:
         return int(self.summary["seed"])
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.model, self.mode, self.seed
 
     @property
     def quality(self) -> float:
@@ -93,14 +112,10 @@ class RunRecord:
         return self.packed is not None and self.packed.get("sha256") != digest(self.packed)
 
     def timeline(self) -> Timeline | None:
-        """None if it is missing or cannot be read, as that of a packed run; the run counts all the same."""
-        try:
-            return Timeline.from_json(json.loads((self.folder / "timeline.json").read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return read_timeline(self.folder)
 
     def times(self) -> RunTimes | None:
-        """How it spent its time; None as for `timeline`."""
+        """How it spent its time; None as for `timeline`, which a packed run has not."""
         if self.packed is None:
             timeline = self.timeline()
             return None if timeline is None else RunTimes.of(timeline)
@@ -118,19 +133,48 @@ class BrokenRun:
     reason: str
 
 
+def read_timeline(folder: Path) -> Timeline | None:
+    """Of a run's folder; None if it is missing or cannot be read: speed and quality are known all the same."""
+    try:
+        return Timeline.from_json(read_json(folder / "timeline.json"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Also its folder; MachineError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise folder_error(path.parent, error) from error
+
+
 def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
     """The undisturbed runs; all of them if every run was disturbed."""
     return [run for run in runs if not run.is_disturbed] or runs
 
 
+def median_of(name: str, runs: Sequence[RunRecord]) -> float:
+    """Of a figure in the runs' summaries."""
+    return float(statistics.median(run.summary[name] for run in runs))
+
+
 def single_device(by_mode: Mapping[str, Sequence[RunRecord]]) -> str | None:
     """The mode of the fastest device alone, of those whose quality counts; None without any."""
     alone = {
-        mode: statistics.median(run.summary["samples_per_s"] for run in for_speed(runs))
+        mode: median_of("samples_per_s", for_speed(runs))
         for mode, runs in by_mode.items()
         if mode.startswith("solo-") and not any(run.is_for_speed for run in runs)
     }
     return max(alone, key=lambda mode: alone[mode]) if alone else None
+
+
+def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """The paired measurement beside the runs of a mode; None if there is none that can be read."""
+    paired = read_json(runs[0].folder.parent / EFFICIENCY)
+    shape: Shape = dict.fromkeys(("efficiency", "half_width", "pairs"), is_number)
+    return paired if fits(paired, shape) else None
 
 
 def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
@@ -141,29 +185,31 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
     """
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
-    runs, sweep = _read_below(root), sweep_of(root)
-    longer = [run for run in _read_below(sweep / EQUAL_TIME) if _is_within(run.folder, sweep / EQUAL_TIME, root, sweep)]
-    broken = [run for run in (*runs, *longer) if isinstance(run, BrokenRun)]
-    broken += _apart([run for run in longer if isinstance(run, RunRecord)])[1]
+    records, broken = _sorted_out(_read_below(root))
+    broken = [*broken, *_sorted_out(_read_equal_time(root))[1]]
+    sweep = sweep_of(root)
     for path in sorted(sweep.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
         failure = read_json(path)
         is_own = not _is_run(path.parent) and _is_within(path.parent, sweep, root, sweep)
         if is_own and isinstance(failure, dict):
             broken.append(BrokenRun(path.parent, f"efficiency: {failure.get('reason', 'failed')}"))
-    records, copies = _apart([run for run in runs if isinstance(run, RunRecord)])
-    return records, broken + copies
+    return records, broken
 
 
-def _apart(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[BrokenRun]]:
-    """Every seed of a mode once, and what repeats one: counted twice, it would make the interval too narrow."""
+def read_equal_time(root: Path) -> list[RunRecord]:
+    """The finished runs at equal time of a sweep, or of the model or mode whose folder it is."""
+    return _sorted_out(_read_equal_time(root))[0]
+
+
+def _sorted_out(runs: Sequence[RunRecord | BrokenRun]) -> tuple[list[RunRecord], list[BrokenRun]]:
+    """Every seed of a mode once, and the others: a seed that counted twice would make the interval too narrow."""
     first: dict[tuple[str, str, int], RunRecord] = {}
-    copies = []
+    broken = [run for run in runs if isinstance(run, BrokenRun)]
     for run in runs:
-        known = first.setdefault((run.model, run.mode, run.seed), run)
-        if known is not run:
+        if isinstance(run, RunRecord) and (known := first.setdefault(run.key, run)) is not run:
             what = f"{run.model} {run.mode} seed {run.seed}"
-            copies.append(BrokenRun(run.folder, f"holds {what}, as {known.folder} does: it was copied or moved"))
-    return list(first.values()), copies
+            broken.append(BrokenRun(run.folder, f"holds {what}, as {known.folder} does: it was copied or moved"))
+    return list(first.values()), broken
 
 
 def sweep_of(root: Path) -> Path:
@@ -190,9 +236,13 @@ def sweeps_in(root: Path) -> list[Path]:
     """
     if not root.is_dir() or _run_paths(root):
         return [root]
-    records = {path: read_json(path / SWEEP) for path in sorted(root.iterdir()) if path.is_dir()}
-    packed = [path for path, record in records.items() if isinstance(record, dict) and record.get("files")]
-    return [path for path in records if path in packed or (path.name != EQUAL_TIME and _run_paths(path))] or [root]
+
+    def is_sweep(path: Path) -> bool:
+        record = read_json(path / SWEEP)
+        is_packed = isinstance(record, dict) and bool(record.get("files"))
+        return is_packed or (path.name != EQUAL_TIME and len(_run_paths(path)) > 0)
+
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and is_sweep(path)] or [root]
 
 
 def nothing_found(root: Path) -> InputError:
@@ -202,23 +252,14 @@ def nothing_found(root: Path) -> InputError:
     return InputError(f"no finished run in {root}: {f'there are some in {deeper.parents[2]}' if deeper else make}")
 
 
-def read_equal_time(root: Path) -> list[RunRecord]:
-    """The finished runs at equal time of a sweep, or of the model or mode whose folder it is."""
+def _read_equal_time(root: Path) -> list[RunRecord | BrokenRun]:
     sweep = sweep_of(root)
     base = sweep / EQUAL_TIME
-    found = [run for run in _read_below(base) if _is_within(run.folder, base, root, sweep)]
-    return _apart([run for run in found if isinstance(run, RunRecord)])[0]
-
-
-def read_run(folder: Path) -> RunRecord | BrokenRun:
-    """The run in a folder or in its packed file, finished or not."""
-    packed = _packed(folder)
-    has_ended = any((folder / name).is_file() for name in ("summary.json", FAILURE))
-    return read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
+    return [run for run in _read_below(base) if _is_within(run.folder, base, root, sweep)]
 
 
 def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
-    return [read_run(folder) for folder in sorted({_folder(path) for path in _run_paths(root)})]
+    return [read_run(folder) for folder in sorted({folder_of(path) for path in _run_paths(root)})]
 
 
 def _run_paths(root: Path) -> list[Path]:
@@ -227,9 +268,26 @@ def _run_paths(root: Path) -> list[Path]:
     return [root] if _is_run(root) else [path for path in below if EQUAL_TIME not in path.relative_to(root).parts]
 
 
+def _is_run(path: Path) -> bool:
+    # An older run that was moved aside is named seed-0.1 and does not count.
+    name = r"seed-\d+\.json" if path.is_file() else r"seed-\d+"
+    return path.exists() and re.fullmatch(name, path.name) is not None
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of a run, whether it is there or packed in a file."""
+    return path.with_suffix("") if path.is_file() else path
+
+
+def read_run(folder: Path) -> RunRecord | BrokenRun:
+    """The run in a folder or in its packed file, finished or not."""
+    packed = folder.with_name(f"{folder.name}.json")
+    has_ended = any((folder / name).is_file() for name in ("summary.json", FAILURE))
+    return read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
+
+
 def _read_folder(folder: Path) -> RunRecord | BrokenRun:
-    failure = read_json(folder / FAILURE)
-    summary = read_json(folder / "summary.json")
+    failure, summary = read_json(folder / FAILURE), read_json(folder / "summary.json")
     if isinstance(failure, dict):  # a run that ends well takes it away: it is newer than a summary beside it
         return BrokenRun(folder, str(failure.get("reason", "failed")))
     if not (folder / "summary.json").is_file():
@@ -237,11 +295,10 @@ def _read_folder(folder: Path) -> RunRecord | BrokenRun:
     if (fault := _fault(summary)) is not None:
         return BrokenRun(folder, f"summary.json {fault}")
     try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        metrics = [_known(json.loads(line)) for line in lines]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
-    if not all(_is_entry(entry, summary["metric"]) for entry in metrics):
+    if (metrics := _epochs(lines, summary["metric"])) is None:
         return BrokenRun(folder, "metrics.jsonl cannot be read (a line is no entry of an epoch)")
     return RunRecord(folder, summary, metrics)
 
@@ -257,11 +314,10 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
         return BrokenRun(path, f"its summary {fault}")
     try:
         columns, rows = packed["metrics"]["columns"], packed["metrics"]["rows"]
-        entries = [dict(zip(columns, row, strict=True)) for row in rows]
+        metrics = _epochs([dict(zip(columns, row, strict=True)) for row in rows], packed["summary"]["metric"])
     except (KeyError, TypeError, ValueError) as error:
         return BrokenRun(path, f"its metrics cannot be read ({error})")
-    metrics = [_known(entry) for entry in entries]
-    if not all(_is_entry(entry, packed["summary"]["metric"]) for entry in metrics):
+    if metrics is None:
         return BrokenRun(path, "its metrics cannot be read (a row is no entry of an epoch)")
     run = RunRecord(path, packed["summary"], metrics, packed)
     if (run.model, run.mode, f"seed-{run.seed}.json") != path.absolute().parts[-3:]:
@@ -269,42 +325,10 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
     return run
 
 
-def pack_run(run: RunRecord) -> dict[str, Any]:
-    """Everything of a finished run that a report needs, and its settings; small enough for git."""
-    if run.packed is not None:
-        return run.packed
-    config, times = read_json(run.folder / "config.json"), run.times()
-    columns = list(dict.fromkeys(key for entry in run.metrics for key in entry))
-    packed = {
-        "version": PACKED_VERSION,
-        "summary": run.summary,
-        "settings": {key: value for key, value in config.items() if key not in LOCAL_SETTINGS}
-        if isinstance(config, dict)
-        else None,
-        "metrics": {
-            "columns": columns,
-            "rows": [[_shortened(entry.get(column)) for column in columns] for entry in run.metrics],
-        },
-        "times": None if times is None else times.to_json(),
-    }
-    return {**packed, "sha256": digest(packed)}
-
-
-def pack_failure(run: BrokenRun) -> dict[str, Any]:
-    """A run that has no result is published, too, with the reason."""
-    return {"version": PACKED_VERSION, "failure": run.reason}
-
-
 def digest(packed: Mapping[str, Any]) -> str:
-    """Of a packed run, without its own entry."""
+    """Of a packed run or the record of a sweep, without its own entry."""
     content = {key: value for key, value in packed.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _shortened(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None  # JSON has no name for others
 
 
 def _fault(summary: Any) -> str | None:
@@ -313,38 +337,13 @@ def _fault(summary: Any) -> str | None:
         return "cannot be read"
     if summary.get("version") != SUMMARY_VERSION:
         return f"is of version {summary.get('version')!r}, this is {SUMMARY_VERSION}"
-    missing: Sequence[str] = [key for key in NEEDED if key not in summary]
+    missing = [key for key in NEEDED if key not in summary]
     if missing:
         return f"lacks {', '.join(missing)}"
-    quality, devices = summary["quality"], summary["devices"]
-    if not isinstance(summary["metric"], str):
-        return "has no usable metric"
-    if not isinstance(quality, dict) or not is_number(quality.get(summary["metric"])):
-        return f"lacks {summary['metric']}"
-    wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not is_number(summary[name])]
-    wrong += [name for name in ("seed", "epochs") if not isinstance(summary[name], int)]
-    if not devices or not isinstance(devices, list) or not all(map(_is_device, devices)):
-        wrong.append("devices")
-    wrong += _wrong_extras(summary)
-    return f"has no usable {', '.join(wrong)}" if wrong else None
-
-
-def _wrong_extras(summary: Mapping[str, Any]) -> list[str]:
-    """What a run need not tell, and has told in a way that nobody can read."""
-    records = {name: summary.get(name) for name in ("asked", "machine", "interference")}
-    wrong = [name for name, record in records.items() if not (record is None or isinstance(record, dict))]
-    wrong += [
-        name for name in ("peak_memory_bytes", "eval_samples", "runs_at_once") if not _is_optional(summary.get(name))
-    ]
-    shares = summary.get("sample_shares")
-    if not (shares is None or (isinstance(shares, list) and all(map(is_number, shares)))):
-        wrong.append("sample_shares")
-    taken = records["interference"] if isinstance(records["interference"], dict) else {}
-    return wrong + [name for name in TAKEN if not _is_optional(taken.get(name))]
-
-
-def _is_optional(value: Any) -> bool:
-    return value is None or is_number(value)
+    wrong = [name for name, shape in SUMMARY.items() if not fits(summary.get(name), shape)]
+    if wrong:
+        return f"has no usable {', '.join(wrong)}"
+    return None if fits(summary["quality"], {summary["metric"]: is_number}) else f"lacks {summary['metric']}"
 
 
 def _is_device(name: Any) -> bool:
@@ -354,31 +353,9 @@ def _is_device(name: Any) -> bool:
         return False
 
 
-def _known(entry: Any) -> Any:
-    """An epoch of a history without what it does not know."""
-    return {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else entry
-
-
-def _is_entry(entry: Any, metric: str) -> bool:
-    """Whether it is an epoch of a history, with what every figure of it needs."""
-    names = ("epoch", "samples", "train_seconds")
-    if not isinstance(entry, dict) or not all(is_number(entry.get(name)) for name in names):
-        return False
-    figures = [entry[name] for name in ("train_loss", metric) if name in entry]
-    return all(isinstance(figure, int | float) and not isinstance(figure, bool) for figure in figures)  # NaN, too
-
-
-def _packed(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
-def _folder(path: Path) -> Path:
-    """The folder of a run, whether it is there or packed in a file."""
-    return path.with_suffix("") if path.is_file() else path
-
-
-def _is_run(path: Path) -> bool:
-    # An older run that was moved aside is named seed-0.1 and does not count.
-    if path.is_file():
-        return re.fullmatch(r"seed-\d+\.json", path.name) is not None
-    return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None
+def _epochs(entries: Sequence[Any], metric: str) -> list[dict[str, Any]] | None:
+    """The epochs of a history, each without what it does not know; None where one lacks what every figure needs."""
+    needed: dict[str, Shape] = dict.fromkeys(("epoch", "samples", "train_seconds"), is_number)
+    if not fits(entries, [{**needed, "train_loss": optional(is_figure), metric: optional(is_figure)}]):
+        return None
+    return [{key: value for key, value in entry.items() if value is not None} for entry in entries]

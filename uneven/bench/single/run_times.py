@@ -4,17 +4,35 @@ A timeline is megabytes and stays with its run; this is a few kilobytes, and is 
 (report/pack.py). Both give the same report.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from uneven.bench.single.shape import Shape, fits, is_number, is_whole, optional
 from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_sampled, mean_utilisation, sampled_idle
 from uneven.timeline.record import TRAINING, Account, Event
 from uneven.timeline.timeline import Timeline, rank_rounds
 
 OUTSIDE = "outside training"
 MOST_ROUNDS = 100  # that are kept of a run, evenly spread
+SHAPE: Shape = {
+    "seconds": [{"*": is_number}],
+    "utilisation": {"*": is_number},
+    "idle_s": {"*": is_number},
+    "rounds": is_whole,
+    "communication_ms": optional(is_number),
+    "wait_ms": optional(is_number),
+    "gpus": {"*": lambda row: fits(row, [is_number]) and len(row) == 2},
+    "calibration": [
+        {
+            "epoch": optional(is_whole),
+            "anchor": optional(is_number),
+            "lr_scale": optional(is_number),
+            "shares": optional([is_number]),
+        }
+    ],
+    "round_sample": {"*": [is_number]},
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class RunTimes:
             for cause, seconds in causes.items():
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds
-        kept = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
+        some = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
         return cls(
             seconds=[dict(account.seconds) for account in timeline.accounts],
             utilisation={f"{lane.rank}: {lane.device}": mean_utilisation(lane) for lane in timeline.lanes},
@@ -50,13 +68,13 @@ class RunTimes:
             gpus=_gpus(timeline),
             calibration=calibration_of(timeline.events),
             round_sample={
-                "round": [one.number for one in kept],
-                "communication_ms": [round(one.cost_ms, 3) for one in kept],
-                "wait_ms": [round(one.wait_ms, 3) for one in kept],
-                "divergence": [round(one.divergence, 6) for one in kept],
-                "steps_late": [one.steps_late for one in kept],
+                "round": [one.number for one in some],
+                "communication_ms": [round(one.cost_ms, 3) for one in some],
+                "wait_ms": [round(one.wait_ms, 3) for one in some],
+                "divergence": [round(one.divergence, 6) for one in some],
+                "steps_late": [one.steps_late for one in some],
             }
-            if kept
+            if some
             else {},
         )
 
@@ -77,42 +95,10 @@ class RunTimes:
     def from_json(cls, record: Mapping[str, Any]) -> "RunTimes":
         """ValueError or TypeError where it is not what `to_json` makes."""
         found = cls(**record)
-        are_right = (
-            isinstance(found.seconds, list) and all(map(_are_accounts, found.seconds)),
-            _are_numbers(found.utilisation) and _are_numbers(found.idle_s),
-            isinstance(found.rounds, int),
-            all(one is None or is_number(one) for one in (found.communication_ms, found.wait_ms)),
-            isinstance(found.gpus, dict) and all(_is_row(row) and len(row) == 2 for row in found.gpus.values()),
-            isinstance(found.calibration, list) and all(map(_is_calibration, found.calibration)),
-            isinstance(found.round_sample, dict) and all(map(_is_row, found.round_sample.values())),
-        )
-        if not all(are_right):
+        is_right = fits(vars(found), SHAPE) and all("epoch" in entry for entry in found.calibration)
+        if not is_right or not all(set(TRAINING) <= set(seconds) for seconds in found.seconds):
             raise ValueError("these are no times of a run")
         return found
-
-
-def is_number(value: Any) -> bool:
-    """Of a record: finite, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and all(map(is_number, row))
-
-
-def _are_numbers(found: Any) -> bool:
-    return isinstance(found, dict) and all(map(is_number, found.values()))
-
-
-def _are_accounts(seconds: Any) -> bool:
-    return _are_numbers(seconds) and set(TRAINING) <= set(seconds)
-
-
-def _is_calibration(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not (entry.get("epoch", "") is None or isinstance(entry.get("epoch"), int)):
-        return False
-    figures = [entry[name] for name in ("anchor", "lr_scale") if name in entry]
-    return all(map(is_number, figures)) and _is_row(entry.get("shares", []))
 
 
 def calibration_of(events: Iterable[Event]) -> list[dict[str, Any]]:
