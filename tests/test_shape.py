@@ -135,7 +135,6 @@ NOT_YET: set[str] = {  # rooms that were written before these rules
         "launch",
         "machines",
         "parallel",
-        "plan",
         "policy",
         "results",
         "step",

@@ -28,7 +28,7 @@ from uneven.plan import choose as choosing
 from uneven.plan import plan as plans
 from uneven.plan.advise import DISTURBED
 from uneven.plan.choose import choose, describe_choice
-from uneven.plan.plan import Plan, asked_for, chosen_config, plan_from, read_plan, restored, write_plan
+from uneven.plan.plan import asked_for, chosen_config, plan_from, read_plan, restored, write_plan
 from uneven.plan.probe import JobProbe, Probe, allowed_policies
 
 X, Y = torch.randn(40, 4), torch.randint(0, 3, (40,))
@@ -55,12 +55,12 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """What was probed; every probe finds the recorded pair."""
     seen: list[RunConfig] = []
 
-    def make(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Plan:
+    def probe(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Probe:
         del task, seconds, say
         seen.append(wanted)
-        return plan_from(pair(job=replace(JOB, candidates=allowed_policies(wanted))), asked_for(wanted))
+        return pair(job=replace(JOB, candidates=allowed_policies(wanted)))
 
-    monkeypatch.setattr(choosing, "make_plan", make)
+    monkeypatch.setattr("uneven.plan.measure.probe", probe)
     return seen
 
 
@@ -183,7 +183,7 @@ def test_settings_per_device_follow_the_devices() -> None:
 def test_a_strategy_that_divides_something_is_not_given_one_device(strategy: str | None) -> None:
     """The run was refused after the plan: one device has nobody to divide its state with."""
     wanted = config(strategy=strategy, epochs=1)
-    job = JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo", param_bytes=4_000, gradient_bytes=4_000)
+    job = replace(JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo"), param_bytes=4_000, gradient_bytes=4_000)
     chosen = chosen_config(wanted, plan_from(pair(job=job), {}))
     assert chosen.devices == ("cpu,cpu@0.4" if strategy == "zero1" else "cpu")
     settle(chosen, parse_devices(chosen.devices))
@@ -266,12 +266,12 @@ def test_a_run_records_its_choice_and_resume_and_replay_take_it(
     """One device is chosen, so no process is started."""
     probes: list[Probe] = []
 
-    def small(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Plan:
-        del task, seconds, say
+    def small(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Probe:
+        del task, wanted, seconds, say
         probes.append(pair(job=replace(JOB, samples_per_epoch=40, epochs=2)))
-        return plan_from(probes[-1], asked_for(wanted))
+        return probes[-1]
 
-    monkeypatch.setattr(choosing, "make_plan", small)
+    monkeypatch.setattr("uneven.plan.measure.probe", small)
 
     def fit(**settings: Any) -> uneven.TrainedState:
         given = {"batch_size": 8, "policy": "auto", "devices": "cpu,cpu@0.4", "progress": "lines"}

@@ -13,7 +13,7 @@ from uneven.errors import InputError
 from uneven.launch.context import process_context
 from uneven.launch.find_script import Script
 from uneven.launch.visitor import LeftScript, RunVisitor
-from uneven.plan.plan import Plan, plan_from
+from uneven.plan.probe import Probe
 from uneven.plan.script import find_task, plan_script
 
 BY_HAND = """import torch
@@ -53,12 +53,12 @@ def test_a_script_with_checkpoints_can_be_planned(given: dict[str, Any], monkeyp
     """A plan leaves the run's folder out, and checkpoints without a folder were refused."""
     seen: list[RunConfig] = []
 
-    def make(task: Task, config: RunConfig, seconds: float, say: Any) -> Plan:
+    def probe(task: Task, config: RunConfig, seconds: float, say: Any) -> Probe:
         del task, seconds, say
         seen.append(config)
-        return plan_from(pair(), {})
+        return pair()
 
-    monkeypatch.setattr("uneven.plan.choose.make_plan", make)
+    monkeypatch.setattr("uneven.plan.measure.probe", probe)
     plan_script(Script(script(SAVES)), {**given, "policy": "auto", "devices": "cpu,cpu@0.4"}, 1.0)
     assert [(config.out, config.save_every, config.overwrite) for config in seen] == [(None, None, False)]
 

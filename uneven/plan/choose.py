@@ -17,12 +17,13 @@ from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext, process_context
 from uneven.launch.predicted import take_handed
 from uneven.plan.advise import DISTURBED
-from uneven.plan.plan import PER_DEVICE, SECONDS, Plan, asked_for, chosen_config, make_plan, read_plan, restored
-from uneven.plan.probe import allowed_policies, with_values
+from uneven.plan.plan import PER_DEVICE, SECONDS, Plan, asked_for, chosen_config, plan_from, read_plan, restored
+from uneven.plan.probe import Probe, allowed_policies, with_values
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
 
 AUTO = "auto"
+Prober = Callable[[Task, RunConfig, float, Callable[[str], None]], Probe]  # as `probe` in plan/measure.py
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False) -> Choice:
+def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False, prober: Prober | None = None) -> Choice:
     """What this run takes for policy='auto'; settings without it stay as they are."""
     context = process_context()
     context.visitor.see_run(task, config, is_own_loop)
@@ -49,24 +50,31 @@ def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False) -> Choic
         return known
     devices = _devices(config, context, is_own_loop)
     if len(devices) == 1:
-        return Choice(with_policy(config))
+        return Choice(_with_policy(config))
     named = with_values(config, devices=",".join(str(device) for device in devices))
     try:
-        plan, is_found = plan_for(task, named, SECONDS)
+        plan, is_found = plan_for(task, named, SECONDS, prober)
     except InputError as error:
         if not _is_unmeasurable(task, config):
             raise
         return _by_rule(config, str(error).split(":")[0])
-    return follow(config, plan, is_found)
+    return Choice(chosen_config(config, plan), plan.to_json(), (describe_choice(plan, is_found),))
 
 
-def plan_for(task: Task, config: RunConfig, seconds: float) -> tuple[Plan, bool]:
+def plan_for(task: Task, config: RunConfig, seconds: float, prober: Prober | None = None) -> tuple[Plan, bool]:
     """A fresh plan of the same in the run's folder (True), or one that is made now."""
-    found = read_plan(config.out, asked_for(config))
+    asked = asked_for(config)
+    found = read_plan(config.out, asked)
     plan = None if found is None else restored(found)
     if plan is not None:
         return plan, True
-    return make_plan(task, config, seconds, _teller(config)), False
+    from uneven.plan.measure import probe  # loads what only ranks need
+
+    def tell(line: str) -> None:
+        if config.progress != "off":
+            print(f"uneven: {line}", file=sys.stderr, flush=True)
+
+    return plan_from((prober or probe)(task, config, seconds, tell), asked), False
 
 
 def describe_choice(plan: Plan, is_found: bool = False) -> str:
@@ -77,31 +85,18 @@ def describe_choice(plan: Plan, is_found: bool = False) -> str:
     return f"  policy auto -> {what} on {','.join(advice.devices)}{where}: {advice.reason}{note}"
 
 
-def follow(config: RunConfig, plan: Plan, is_found: bool) -> Choice:
-    """The advice of a plan, as the settings of a run."""
-    return Choice(chosen_config(config, plan), plan.to_json(), (describe_choice(plan, is_found),))
-
-
-def _teller(config: RunConfig) -> Callable[[str], None]:
-    def tell(line: str) -> None:
-        if config.progress != "off":
-            print(f"uneven: {line}", file=sys.stderr, flush=True)
-
-    return tell
-
-
 def _devices(config: RunConfig, context: ProcessContext, is_own_loop: bool) -> tuple[Device, ...]:
     devices = context.devices(config.devices)
     return devices[:1] if is_own_loop and config.devices == "auto" else devices
 
 
-def with_policy(config: RunConfig) -> RunConfig:
+def _with_policy(config: RunConfig) -> RunConfig:
     allowed = allowed_policies(config)
     return with_values(config, policy="balanced" if "balanced" in allowed else allowed[0])
 
 
 def _by_rule(config: RunConfig, why: str) -> Choice:
-    chosen = with_policy(config)
+    chosen = _with_policy(config)
     return Choice(chosen, None, (f"  policy auto -> {chosen.policy}, by rule: {why}",))
 
 

@@ -1,7 +1,8 @@
 """Some seconds of probing: rank processes on all devices, and each CPU alone, with the user's own task.
 
-Called by plan.py with a task that `fit` or the builder was given. When `probe` returns or raises, no process and no
-file of it is left.
+Called by choose.py with a task that `fit` or the builder was given. A script with a loop of its own is measured by
+another instrument (plan/own_loop.py), and its rows become a probe in the same way. When `probe` returns or raises, no
+process and no file of it is left.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from uneven.config import EXACT_POLICIES, LOCAL_POLICIES, RunConfig, Task, is_stream
 from uneven.data.epoch_order import make_axis, make_order
@@ -64,6 +65,40 @@ ONE_DEVICE: Mapping[str, Any] = {
 }
 
 Say = Callable[[str], None]
+Rows = list[dict[str, Any]]  # a row of figures per rank
+
+
+class Instrument(Protocol):
+    """What measures: a row of figures per rank, as plan/ranks.py has them, and the seconds until the ranks began."""
+
+    def together(self, devices: tuple[Device, ...], local: str | None, seconds: float) -> tuple[Rows, float]:
+        """All devices as ranks: exact steps, and the rounds of one local policy where there is one."""
+        ...
+
+    def alone(self, device: Device, seconds: float) -> tuple[Rows, float]: ...
+
+
+class RankPrograms:
+    """Measures by plan/ranks.py in every rank, with the settings of endless exact steps."""
+
+    def __init__(self, task: Task, config: RunConfig, say: Say) -> None:
+        self._task = task
+        self._config = config
+        self._say = say
+
+    def together(self, devices: tuple[Device, ...], local: str | None, seconds: float) -> tuple[Rows, float]:
+        self._say(f"measuring {len(devices)} devices together, for {seconds:.0f} s")
+        return self._run(self._config, devices, ProbeOrder(seconds, local=local))
+
+    def alone(self, device: Device, seconds: float) -> tuple[Rows, float]:
+        self._say(f"measuring {device} alone")
+        return self._run(solo_config(self._config, str(device)), (device,), ProbeOrder(seconds))
+
+    def _run(self, config: RunConfig, devices: tuple[Device, ...], order: ProbeOrder) -> tuple[Rows, float]:
+        began = time.time()
+        inputs = (self._task, config, partial(probe_rank, order))
+        rows = run_ranks(inputs, devices, Requests(), Reporter("off"), _read)
+        return rows, max(row["began"] for row in rows) - began
 
 
 def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
@@ -71,32 +106,40 @@ def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
     check_seconds(seconds)
     _refuse(task, config)
     candidates = allowed_policies(config)
-    began = time.perf_counter()
     task, _ = rebuild_instances(task)
     first = next((policy for policy in ("balanced", *EXACT_POLICIES) if policy in candidates), "balanced")
     plain = probe_config(config, first if first in candidates else candidates[0])
     prepared = prepare(task, plain, process_context(), "plan")
     devices = prepared.devices
-    check_min_ranks(config, devices)
     config = with_values(config, policy=plain.policy, devices=",".join(map(str, devices)))
-    axis = make_axis(make_order(task, plain), plain, len(devices))
+    job = job_of(task, config, candidates, prepared.config.backend, len(devices))
+    bare = replace(task, make_scheduler=None, evaluation=None, callbacks=(), before_step=task.before_step)
+    return measured(job, devices, RankPrograms(bare, exact_config(prepared.config, candidates), say), seconds)
+
+
+def job_of(task: Task, config: RunConfig, candidates: tuple[str, ...], backend: str, ranks: int) -> JobProbe:
+    """From the settings; InputError where no length is known, or not even all devices are enough."""
+    if config.min_ranks > ranks:  # a probe itself counts none
+        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {ranks}: {config.devices}")
+    axis = make_axis(make_order(task, config), config, ranks)
     if isinstance(axis, StreamAxis):
         raise InputError(_stream(task))
-    bare = replace(task, make_scheduler=None, evaluation=None, callbacks=(), before_step=task.before_step)
-    endless = exact_config(prepared.config, candidates)
-    local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
+    return JobProbe.of(config, axis.epoch_samples, candidates, backend)
+
+
+def measured(job: JobProbe, devices: tuple[Device, ...], instrument: Instrument, seconds: float) -> Probe:
+    """All devices together, then each alone."""
+    began = time.perf_counter()
+    local = next((policy for policy in LOCAL_POLICIES if policy in job.candidates), None)
+    rows: Rows = []
+    start_s = 0.0
     with measure_interference() as span:
-        rows: list[dict[str, Any]] = []
-        start_s = 0.0
         if len(devices) > 1:
-            say(f"measuring {len(devices)} devices together, for {seconds:.0f} s")
-            order = ProbeOrder(seconds, local=local)
-            rows, start_s = _run(bare, endless, devices, order)
-        solos = _probe_solos(bare, endless, devices, rows, seconds, say)
-    measured = rows[0] if rows else solos[0][1]
-    nbytes = {name: measured[name] for name in ("param_bytes", "gradient_bytes", "state_bytes")}
-    job = JobProbe.of(config, axis.epoch_samples, candidates, prepared.config.backend, **nbytes)
-    return assemble(job, rows, [solo for solo, _ in solos], devices, start_s).with_time(
+            rows, start_s = instrument.together(devices, local, seconds)
+        solos = _probe_solos(instrument, devices, rows, SOLO_SHARE * seconds)
+    first = rows[0] if rows else solos[0][1]
+    nbytes = {name: first[name] for name in ("param_bytes", "gradient_bytes", "state_bytes")}
+    return assemble(replace(job, **nbytes), rows, [solo for solo, _ in solos], devices, start_s).with_time(
         time.perf_counter() - began, span.interference.is_disturbed
     )
 
@@ -116,13 +159,6 @@ def exact_config(config: RunConfig, candidates: Sequence[str]) -> RunConfig:
 def solo_config(config: RunConfig, device: str) -> RunConfig:
     """The settings for this device by itself, without those that need several."""
     return with_values(config, devices=device, policy="balanced", **ONE_DEVICE)
-
-
-def check_min_ranks(config: RunConfig, devices: Sequence[Device]) -> None:
-    """InputError where not even all devices are enough: a probe itself counts none."""
-    if config.min_ranks > len(devices):
-        names = ",".join(map(str, devices))
-        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {len(devices)}: {names}")
 
 
 def _refuse(task: Task, config: RunConfig) -> None:
@@ -146,35 +182,18 @@ def exact_of(candidates: Sequence[str]) -> str:
     return "sync" if "sync" in candidates and "balanced" not in candidates else "balanced"
 
 
-def _run(
-    task: Task, config: RunConfig, devices: tuple[Device, ...], order: ProbeOrder
-) -> tuple[list[dict[str, Any]], float]:
-    """Every rank's figures, and the seconds until the ranks began."""
-    began = time.time()
-    reporter = Reporter("off")
-    rows = run_ranks((task, config, partial(probe_rank, order)), devices, Requests(), reporter, _read)
-    return rows, max(row["began"] for row in rows) - began
-
-
-def _read(folder: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((folder / "result-0" / "probe.json").read_text())
+def _read(folder: Path) -> Rows:
+    rows: Rows = json.loads((folder / "result-0" / "probe.json").read_text())
     return rows
 
 
 def _probe_solos(
-    task: Task,
-    config: RunConfig,
-    devices: tuple[Device, ...],
-    rows: list[dict[str, Any]],
-    seconds: float,
-    say: Say,
+    instrument: Instrument, devices: tuple[Device, ...], rows: Rows, seconds: float
 ) -> list[tuple[SoloProbe, dict[str, Any]]]:
     """Each device alone. A CPU has more cores then; another device is as fast as it was with the others idle."""
     found: dict[str, tuple[SoloProbe, dict[str, Any]]] = {}
-    for device in devices:
+    for device in dict.fromkeys(devices):
         name = str(device)
-        if name in found:
-            continue
         if device.kind == "cuda" and rows:
             row = rows[devices.index(device)]
             found[name] = SoloProbe(device=name, threads=row["threads"], speed=row["alone"]), row
@@ -187,17 +206,13 @@ def _probe_solos(
             whole = before.speed / next(other.speed for other in devices if str(other) == kin)
             found[name] = replace(before, device=name, speed=whole * device.speed), row
             continue
-        say(f"measuring {name} alone")
-        many, start_s = _run(task, solo_config(config, name), (device,), ProbeOrder(SOLO_SHARE * seconds))
-        row = many[0]
-        made = SoloProbe(device=name, threads=row["threads"], speed=row["exact"]["speed"], start_s=start_s)
-        found[name] = made, row
+        (row,), start_s = instrument.alone(device, seconds)
+        solo = SoloProbe(device=name, threads=row["threads"], speed=row["exact"]["speed"], start_s=start_s)
+        found[name] = solo, row
     return list(found.values())
 
 
-def assemble(
-    job: JobProbe, rows: list[dict[str, Any]], solos: list[SoloProbe], devices: tuple[Device, ...], start_s: float
-) -> Probe:
+def assemble(job: JobProbe, rows: Rows, solos: list[SoloProbe], devices: tuple[Device, ...], start_s: float) -> Probe:
     """All figures in one record; a device alone is its own only rank."""
     if not rows:
         (solo,) = solos
@@ -240,7 +255,7 @@ def _rank(row: dict[str, Any], memory_bytes: int | None, typical_factor: float) 
     )
 
 
-def _exact(rows: list[dict[str, Any]], job: JobProbe) -> ExactProbe:
+def _exact(rows: Rows, job: JobProbe) -> ExactProbe:
     found = [row["exact"] for row in rows]
     speed, samples = sum(one["speed"] for one in found), sum(one["samples"] for one in found)
     step_ms = 1e3 * samples / speed / found[0]["steps"]
@@ -249,7 +264,7 @@ def _exact(rows: list[dict[str, Any]], job: JobProbe) -> ExactProbe:
     return ExactProbe(policy=policy, speed=speed, overhead_ms=overhead_ms, shares=tuple(found[0]["shares"]))
 
 
-def _local(rows: list[dict[str, Any]], job: JobProbe) -> LocalProbe | None:
+def _local(rows: Rows, job: JobProbe) -> LocalProbe | None:
     found = [row["local"] for row in rows if "local" in row]
     if not found:
         return None

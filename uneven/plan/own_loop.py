@@ -1,9 +1,9 @@
-"""A probe of a script with a loop of its own: the step is the user's code, so the script itself runs for some seconds.
+"""Measures a script with a loop of its own: the step is the user's code, so the script itself runs for some seconds.
 
-Called by script.py. The script is started as `uneven run` starts it, once with an exact and once with a local policy on
-all devices, and once on each CPU alone; each is stopped by a stop request after some seconds of training, as Ctrl-C
-would stop it. What it saved goes to a folder of the probe's own, which is removed. What the script itself prints or
-writes before and inside its loop, it prints and writes.
+An instrument of plan/measure.py; choose.py calls `probe_script`. The script is started as `uneven run` starts it, once
+with an exact and once with a local policy on all devices, and once on each CPU alone; each is stopped by a stop request
+after some seconds of training, as Ctrl-C would stop it. What it saved goes to a folder of the probe's own, which is
+removed. What the script itself prints or writes before and inside its loop, it prints and writes.
 """
 
 import statistics
@@ -14,21 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from uneven.config import LOCAL_POLICIES, RunConfig, Task
-from uneven.data.epoch_order import make_axis, make_order
+from uneven.config import RunConfig, Task
 from uneven.data.replay import LOG
 from uneven.errors import InputError, StoppedError
 from uneven.files import read_json
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.interference import measure_interference
 from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.launch.script import script_order, unused_ranks
-from uneven.plan.measure import NOT_LOCAL, ONE_DEVICE, PLAIN, Say, check_min_ranks, exact_of, memory_of
-from uneven.plan.probe import ExactProbe, JobProbe, LocalProbe, Probe, RankProbe, SoloProbe, allowed_policies
+from uneven.plan.measure import NOT_LOCAL, ONE_DEVICE, PLAIN, Rows, Say, exact_of, job_of, measured
+from uneven.plan.probe import Probe, allowed_policies
 from uneven.policy.finish import Cost, fitted
-from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
 from uneven.timeline.timeline import Timeline
 
@@ -48,10 +45,6 @@ class Stretch:
     rounds: list[dict[str, float]]  # of rank 0
     start_s: float = 0.0  # until it began
 
-    @property
-    def speed(self) -> float:
-        return sum(self.samples) / self.seconds if self.seconds else 0.0
-
     def step_ms(self, rank: int) -> float:
         return 1e3 * self.compute_s[rank] / max(1, self.steps[rank])
 
@@ -64,7 +57,8 @@ class _Timer(Reporter):
 
     def __init__(self, requests: Requests, seconds: float) -> None:
         super().__init__("off")
-        self._requests, self._seconds = requests, seconds
+        self._requests = requests
+        self._seconds = seconds
         self.began_s: float | None = None
 
     def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
@@ -80,51 +74,54 @@ def _has_trained(status: Mapping[str, Any]) -> bool:
     return bool(status.get("slot") or status.get("reached") or status.get("is_past"))
 
 
+class ScriptRuns:
+    """Measures by runs of the script itself; the settings are those that replace its own."""
+
+    def __init__(self, script: Script, settings: Mapping[str, Any], task: Task, config: RunConfig, say: Say) -> None:
+        self._script = script
+        self._settings = settings
+        self._task = task
+        self._config = config
+        self._say = say
+        self._candidates = loop_policies(config)
+        self._exact = exact_of(self._candidates)
+        self._batch = config.batch_size * config.accumulate
+
+    def together(self, devices: tuple[Device, ...], local: str | None, seconds: float) -> tuple[Rows, float]:
+        joint = self._run(devices, self._exact, 0.5 * seconds)
+        rounds = None if local is None else self._run(devices, local, 0.5 * seconds)
+        rows = self._rows(devices, joint, rounds)
+        if self._config.memory_cap is not None:  # in a loop of one's own nothing else finds it out
+            for row, cap in zip(rows, self._config.caps(len(devices)), strict=True):
+                row["cap"] = int(cap)
+        return rows, joint.start_s
+
+    def alone(self, device: Device, seconds: float) -> tuple[Rows, float]:
+        found = self._run((device,), self._exact, seconds)
+        return self._rows((device,), found, None), found.start_s
+
+    def _run(self, devices: tuple[Device, ...], policy: str, seconds: float) -> Stretch:
+        names = ",".join(map(str, devices))
+        self._say(f"running {self._script.path.name} on {names} with {policy}, for {seconds:.0f} s")
+        own = stretch_settings(self._settings, self._task, self._candidates, devices, policy)
+        return run_stretch(self._script, own, devices, seconds)
+
+    def _rows(self, devices: Sequence[Device], joint: Stretch, rounds: Stretch | None) -> Rows:
+        params = sum(param.numel() * param.element_size() for param in self._task.make_model().parameters())
+        nbytes = {"param_bytes": params, "gradient_bytes": params, "state_bytes": STATE_BYTES_PER_PARAM * params}
+        return [{**row, **nbytes} for row in rows_of(devices, self._batch, joint, rounds)]
+
+
 def probe_script(
-    script: Script,
-    settings: Mapping[str, Any],
-    task: Task,
-    config: RunConfig,
-    seconds: float,
-    say: Say,
+    script: Script, settings: Mapping[str, Any], task: Task, config: RunConfig, seconds: float, say: Say
 ) -> Probe:
     """Run the script itself for some seconds in each way."""
-    devices, candidates = parse_devices(config.devices), loop_policies(config)
-    check_min_ranks(config, devices)
-    exact = exact_of(candidates)
-    local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
-    axis = make_axis(make_order(task, config), config, len(devices))
-    if isinstance(axis, StreamAxis):
-        raise InputError("a stream without length has no epoch whose time could be predicted; give it a __len__")
-    began = time.perf_counter()
-
-    def run(names: tuple[Device, ...], policy: str, share: float) -> Stretch:
-        say(f"running {script.path.name} on {','.join(map(str, names))} with {policy}, for {share * seconds:.0f} s")
-        own = stretch_settings(settings, task, candidates, names, policy)
-        return run_stretch(script, own, names, share * seconds)
-
-    with measure_interference() as span:
-        joint = run(devices, exact, 0.5)
-        rounds = None if local is None else run(devices, local, 0.5)
-        solos = {
-            str(device): run((device,), exact, 0.3)
-            for device in dict.fromkeys(replace(device, speed=1.0) for device in devices if device.kind == "cpu")
-        }
-    params = sum(param.numel() * param.element_size() for param in task.make_model().parameters())
-    nbytes = {"param_bytes": params, "gradient_bytes": params, "state_bytes": STATE_BYTES_PER_PARAM * params}
-    job = JobProbe.of(config, axis.epoch_samples, candidates, config.backend, **nbytes)
+    devices = parse_devices(config.devices)
+    job = job_of(task, config, loop_policies(config), config.backend, len(devices))
     if config.memory_cap is not None:  # fewer devices may hold too little, and of one it would be ignored
         job = replace(job, min_ranks=len(devices))
-    found = with_caps(assemble(job, devices, joint, exact, rounds, local, solos), config)
-    return found.with_time(time.perf_counter() - began, span.interference.is_disturbed)
-
-
-def with_caps(found: Probe, config: RunConfig) -> Probe:
-    """The probe with what memory_cap allows each rank: in a loop of one's own nothing finds it out."""
-    if config.memory_cap is None:
-        return found
-    caps = config.caps(len(found.ranks))
-    return replace(found, ranks=tuple(replace(rank, cap=int(cap)) for rank, cap in zip(found.ranks, caps, strict=True)))
+    found = measured(job, devices, ScriptRuns(script, settings, task, config, say), seconds)
+    return replace(found, notes=("a loop of its own: the script itself ran for some seconds in each way",))
 
 
 def loop_policies(config: RunConfig) -> tuple[str, ...]:
@@ -194,69 +191,57 @@ def read_stretch(out: Path) -> Stretch:
     )
 
 
-def assemble(
-    job: JobProbe,
-    devices: Sequence[Device],
-    joint: Stretch,
-    exact: str,
-    rounds: Stretch | None,
-    local: str | None,
-    solos: Mapping[str, Stretch],
-) -> Probe:
-    """The probe that these stretches make; a rank's cost is a line through its steps of both kinds."""
-    ranks = tuple(
-        _rank(str(device), rank, job.batch_size, joint, rounds, memory_of(device))
-        for rank, device in enumerate(devices)
-    )
-    longest_ms = max(rank.cost.time_ms(joint.size(place)) for place, rank in enumerate(ranks))
-    step_ms = 1e3 * joint.seconds / max(1, max(joint.steps))
-    known = {device: found.speed for device, found in solos.items()}
-    alone = tuple(
-        SoloProbe(device=str(device), threads=0, speed=known[device.torch_name] * device.speed)
-        for device in dict.fromkeys(devices)
-        if device.torch_name in known
-    )
-    averages = [max(0.0, one["latency_ms"] - one["wait_ms"]) for one in (rounds.rounds if rounds else [])]
-    measured = None
-    if rounds is not None and local is not None:
-        average_ms = statistics.median(averages) if averages else 0.0
-        measured = LocalProbe(policy=local, speed=rounds.speed, average_ms=average_ms)
-    shares = tuple(joint.size(rank) for rank in range(len(devices)))
-    overhead_ms = max(0.0, step_ms - longest_ms)
-    return Probe(
-        job=job,
-        ranks=ranks,
-        solos=alone,
-        exact=ExactProbe(policy=exact, speed=joint.speed, overhead_ms=overhead_ms, shares=shares),
-        local=measured,
-        sum_ms=overhead_ms,
-        start_s=joint.start_s,
-        notes=("a loop of its own: the script itself ran for some seconds in each way",),
-    )
+def rows_of(devices: Sequence[Device], batch: int, joint: Stretch, rounds: Stretch | None) -> Rows:
+    """The figures of each rank that these stretches show."""
+    costs = [_cost(rank, batch, joint, rounds) for rank in range(len(devices))]
+    longest_ms = max(cost.time_ms(joint.size(rank)) for rank, cost in enumerate(costs))
+    steps = max(1, max(joint.steps))
+    rows = []
+    for rank, (device, cost) in enumerate(zip(devices, costs, strict=True)):
+        speed = 1e3 * batch / cost.time_ms(batch)
+        exact = {
+            "speed": joint.samples[rank] / joint.seconds,
+            "steps": steps,
+            "samples": joint.samples[rank],
+            "factor": 1.0,  # the cost was measured in joint steps
+            "longest_ms": longest_ms,
+            "shares": [joint.size(other) for other in range(len(devices))],
+        }
+        row = {
+            "device": str(device),
+            "threads": 0,
+            "fixed_ms": cost.fixed_ms,
+            "sample_ms": cost.sample_ms,
+            "jitter": 0.0,
+            "at_once": speed,
+            "alone": speed,
+            "exact": exact,
+            "sum_ms": max(0.0, 1e3 * joint.seconds / steps - longest_ms),
+            "latency_ms": 0.0,
+            "cap": None,
+        }
+        rows.append(row if rounds is None else {**row, "local": _local_row(rank, rounds)})
+    return rows
 
 
-def _rank(
-    device: str, rank: int, batch: int, joint: Stretch, rounds: Stretch | None, memory_bytes: int | None
-) -> RankProbe:
+def _cost(rank: int, batch: int, joint: Stretch, rounds: Stretch | None) -> Cost:
+    """A line through a rank's steps of both kinds."""
     points = [(joint.size(rank), joint.step_ms(rank))] if joint.steps[rank] and joint.size(rank) else []
-    slot_ms = round_ms = 0.0
-    if rounds is not None and rounds.steps[rank]:
-        slot_ms = rounds.step_ms(rank)
-        if not points or abs(points[0][0] - batch) > DIFFERENT * batch:
-            points.append((batch, slot_ms))
-        own = [one["transfer_ms"] - max(0.0, one["latency_ms"] - one["wait_ms"]) for one in rounds.rounds]
-        round_ms = max(0.0, statistics.median(own)) if own else 0.0
-    cost = fitted(points) if points else Cost(0.0, 1.0)
-    speed = 1e3 * batch / cost.time_ms(batch)
-    return RankProbe(
-        device=device,
-        threads=0,
-        fixed_ms=cost.fixed_ms,
-        sample_ms=cost.sample_ms,
-        jitter=0.0,
-        at_once=speed,
-        alone=speed,
-        slot_ms=slot_ms,
-        round_ms=round_ms,
-        memory_bytes=memory_bytes,
-    )
+    is_new = not points or abs(points[0][0] - batch) > DIFFERENT * batch
+    if is_new and rounds is not None and rounds.steps[rank]:
+        points.append((batch, rounds.step_ms(rank)))
+    return fitted(points) if points else Cost(0.0, 1.0)
+
+
+def _local_row(rank: int, rounds: Stretch) -> dict[str, Any]:
+    """The rounds are those of rank 0, whatever the rank."""
+    averages = [max(0.0, one["latency_ms"] - one["wait_ms"]) for one in rounds.rounds]
+    own = [one["transfer_ms"] - average_ms for one, average_ms in zip(rounds.rounds, averages, strict=True)]
+    has_trained = rounds.steps[rank] > 0
+    return {
+        "speed": rounds.samples[rank] / rounds.seconds if rounds.seconds else 0.0,
+        "slot_ms": rounds.step_ms(rank) if has_trained else 0.0,
+        "round_ms": max(0.0, statistics.median(own)) if own and has_trained else 0.0,
+        "average_ms": statistics.median(averages) if averages else 0.0,
+        "anchor": None,
+    }

@@ -1,19 +1,19 @@
 """A plan: the probe, all predictions and the advice, as one JSON object; kept as plan.json in a run's folder.
 
-Made by `make_plan`, for `uneven plan` and policy="auto". `launch/predicted.py` adds what the run achieved.
+Made by choose.py, for `uneven plan` and policy="auto". `launch/predicted.py` adds what the run achieved.
 """
 
 import json
 import platform
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from uneven.config import RunConfig, Task
+from uneven.config import RunConfig
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
 from uneven.hardware.cores import available_cores
 from uneven.launch.predicted import PLAN
@@ -83,13 +83,6 @@ def _scale(probe: Probe, chosen: Prediction) -> dict[str, float]:
         "samples_per_epoch": probe.job.samples_per_epoch,
         "sum_of_speeds": chosen.samples_per_s / chosen.efficiency,
     }
-
-
-def make_plan(task: Task, config: RunConfig, seconds: float, say: Callable[[str], None]) -> Plan:
-    """Probe the devices of `config` with this task, and predict."""
-    from uneven.plan.measure import probe  # loads what only ranks need
-
-    return plan_from(probe(task, config, seconds, say), asked_for(config))
 
 
 def plan_from(found: Probe, asked: Mapping[str, Any], date: str | None = None) -> Plan:

@@ -78,10 +78,8 @@ class JobProbe:
     accumulate: int = 1  # micro-batches of a step, each of which may fill a device's memory
 
     @classmethod
-    def of(
-        cls, config: RunConfig, samples: int, candidates: tuple[str, ...], backend: str, **nbytes: int
-    ) -> "JobProbe":
-        """From the settings, and what was measured: samples of an epoch, and the bytes of params, gradients, state."""
+    def of(cls, config: RunConfig, samples: int, candidates: tuple[str, ...], backend: str) -> "JobProbe":
+        """From the settings; `samples` of an epoch. Bytes are measured later."""
         size = config.global_batch_size
         return cls(
             samples_per_epoch=samples,
@@ -96,13 +94,7 @@ class JobProbe:
             backend=backend,
             shares=config.shares,
             accumulate=config.accumulate,
-            **nbytes,
         )
-
-    @property
-    def is_short(self) -> bool:
-        """Whether max_steps may end the run before its last epoch."""
-        return self.steps is not None
 
 
 @dataclass(frozen=True, kw_only=True)

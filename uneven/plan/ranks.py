@@ -43,7 +43,6 @@ class ProbeOrder:
     """How long to measure, in seconds, and what: `local` is the policy whose rounds are timed, None for none."""
 
     seconds: float
-    is_exact: bool = True
     local: str | None = None
 
 
@@ -60,9 +59,8 @@ def probe_rank(order: ProbeOrder, worker: Worker, folder: Path) -> None:
             found |= own.time_costs(0.4 * order.seconds)
             found["sum_ms"] = measure_sum_ms(worker.group, worker.engine.model)
             found["latency_ms"] = _latency_ms(worker)
-        if order.is_exact or is_alone:
-            seconds = order.seconds if is_alone else (0.25 if order.local else 0.6) * order.seconds
-            found["exact"] = _probe_exact(worker, synchronizer, own, seconds)
+        seconds = order.seconds if is_alone else (0.25 if order.local else 0.6) * order.seconds
+        found["exact"] = _probe_exact(worker, synchronizer, own, seconds)
         synchronizer.close()
     if order.local is not None and not is_alone:
         found["local"] = _probe_local(worker, order.local, 0.35 * order.seconds, own.slowest_ms)

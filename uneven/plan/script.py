@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uneven.config import RunConfig, Task
 from uneven.errors import STOPPED, InputError, MachineError, RankError
@@ -22,6 +23,10 @@ from uneven.launch.results_file import stdout_to_stderr
 from uneven.launch.script import check_script, visit_script
 from uneven.launch.script_imports import uses_uneven
 from uneven.plan.probe import NO_FILES, check_seconds, with_values
+
+if TYPE_CHECKING:
+    from uneven.plan.choose import Prober
+    from uneven.plan.plan import Plan
 
 END_S = 3.0  # for the process that plans, after Ctrl-C
 
@@ -34,27 +39,33 @@ class Found(NamedTuple):
     is_own_loop: bool
 
 
-def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> Any:
+def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> "Plan":
     """The Plan of what the script was about to train, with these settings in place of its own; prints on stderr."""
+    from uneven.launch.context import process_context
     from uneven.plan.choose import plan_for
-    from uneven.plan.plan import asked_for, plan_from
 
     check_seconds(seconds)  # before the script does anything
     settings = {**settings, **NO_FILES}  # a plan has no folder of the run: checkpoints without one would be refused
     found = find_task(script, settings)
-    config = _with_devices(found.config)
-    if found.is_own_loop and len(config.devices.split(",")) > 1:
-        from uneven.plan.own_loop import probe_script
-
-        own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
-        return plan_from(probe_script(script, own, found.task, config, seconds, tell), asked_for(config))
-    if found.is_own_loop:
+    devices = ",".join(str(device) for device in process_context().devices(found.config.devices))
+    if found.is_own_loop and "," not in devices:
         raise InputError(
-            f"{script} has a loop of its own, and {config.devices} is one device: there is nothing to choose; name "
+            f"{script} has a loop of its own, and {devices} is one device: there is nothing to choose; name "
             "several, as in --devices cuda:0,cpu"
         )
-    plan, _ = plan_for(found.task, with_values(config, out=None), seconds)
+    config = with_values(found.config, devices=devices, out=None)
+    plan, _ = plan_for(found.task, config, seconds, _prober(script, settings, found))
     return plan
+
+
+def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Prober | None":
+    """The script itself measures a loop of its own."""
+    if not found.is_own_loop:
+        return None
+    from uneven.plan.own_loop import probe_script
+
+    own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
+    return partial(probe_script, script, own)
 
 
 def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
@@ -75,17 +86,8 @@ def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
         )
     if found is None:
         raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
-    return Found(*found)
-
-
-def _with_devices(config: RunConfig) -> RunConfig:
-    from uneven.launch.context import process_context
-
-    return with_values(config, devices=",".join(str(device) for device in process_context().devices(config.devices)))
-
-
-def tell(line: str) -> None:
-    print(f"uneven: {line}", file=sys.stderr, flush=True)
+    task, config, is_own_loop = found
+    return Found(task, config, is_own_loop)
 
 
 def choose_for_script(
@@ -128,33 +130,11 @@ def choose_here(script: Script, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     with stdout_to_stderr():
         found = find_task(script, settings)
-        if found.is_own_loop:
-            choice = _of_own_loop(script, settings, found)
-        else:
-            choice = choose(found.task, with_values(found.config, policy="auto"))
+        config = with_values(found.config, policy="auto")
+        choice = choose(found.task, config, prober=_prober(script, settings, found))
     changed = {"policy": choice.config.policy, "devices": choice.config.devices}
     changed |= {name: getattr(choice.config, name) for name in PER_DEVICE if getattr(found.config, name) is not None}
     return {"settings": changed, "plan": choice.plan, "notes": list(choice.notes)}
-
-
-def _of_own_loop(script: Script, settings: Mapping[str, Any], found: Found) -> Any:
-    from uneven.plan.choose import Choice, follow, recorded, with_policy
-    from uneven.plan.own_loop import probe_script
-    from uneven.plan.plan import SECONDS, asked_for, plan_from, read_plan, restored
-
-    config = with_values(found.config, policy="auto")
-    if (known := recorded(config)) is not None:
-        return known
-    config = _with_devices(config)
-    if len(config.devices.split(",")) == 1:
-        return Choice(with_policy(config))
-    kept = read_plan(config.out, asked_for(config))
-    plan = None if kept is None else restored(kept)
-    if plan is not None:
-        return follow(config, plan, is_found=True)
-    own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
-    probe = probe_script(script, own, found.task, config, SECONDS, tell)
-    return follow(config, plan_from(probe, asked_for(config)), is_found=False)
 
 
 def main() -> None:
