@@ -167,7 +167,7 @@ def call(
     (tmp_path / "work" / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr("uneven.launch.context._contexts", [])
-    monkeypatch.setattr("uneven.launch.control.ask.find_runs", list)  # those of this user are none of our business
+    monkeypatch.setattr("uneven.launch.control.ask.live_runs", list)  # those of this user are none of our business
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("UNEVEN_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("UNEVEN_HOME", str(tmp_path / "home"))

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from tests.cli.documents import check_document
-from tests.launch.control.test_listing import HEARD, home
+from tests.launch.control.runs import HEARD, home
 from uneven.cli import main as command_line
 from uneven.cli.front_schemas import FRONT
 from uneven.launch.control import history
-from uneven.launch.control.listing import FINISHED, STOPPED, Listing
-from uneven.launch.control.live_status import describe
+from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe
 from uneven.launch.control.rank_log import LogFile
 
 __all__ = ["home"]

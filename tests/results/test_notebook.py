@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.results.test_progress import ENTRY, pair
+from tests.results.heartbeats import ENTRY, pair
 from uneven import TensorData, TrainedState, fit
-from uneven.results.notebook import in_notebook
-from uneven.results.progress import Reporter
+from uneven.results.progress import Reporter, in_notebook
 
 
 class Cell:

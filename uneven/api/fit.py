@@ -219,7 +219,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
         result = worker.surviving(worker.result)
         state = worker.finish(lambda: collect(worker.group, result, worker.axis))
         context.close_run()
-        context.shown.reached(state)
+        context.status.reached(state)
         is_lead = worker.rank_info.rank == 0
         has_page = not requests.is_terminated
         state = ended["state"] = save_results(

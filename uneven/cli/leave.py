@@ -43,16 +43,16 @@ def leave(
       uneven leave 4711 --json
     """
     from uneven.errors import InputError, RankError
-    from uneven.launch.control.ask import ask_to_leave, choose_run
+    from uneven.launch.control.ask import ask_to_leave, choose_to_leave
 
     if any(number < 0 for number in rank or ()):
         raise InputError(f"--rank {min(rank or ())}: ranks are numbered from 0, as the run prints them")
     if not wait > 0:  # not a number, too
         raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
-    chosen = choose_run(run)
+    chosen = choose_to_leave(run)
     answer = ask_to_leave(chosen, tuple(rank) if rank else None, wait)
     if as_json:
-        print(json.dumps({"run": chosen.pid, "script": chosen.about.get("script"), **answer}, indent=2))
+        print(json.dumps({"run": chosen.pid, "script": chosen.record.get("script"), **answer}, indent=2))
     if "refused" in answer:
-        raise RankError(f"cannot leave run {chosen.name}: {answer['refused']}")
+        raise RankError(f"cannot leave run {chosen.id} ({chosen.script}): {answer['refused']}")
     print(f"uneven: {answer['left']}", file=sys.stderr)

@@ -42,8 +42,8 @@ def stop(
 
       uneven stop runs/my-run --json
     """
+    from uneven.launch.control.ask import stop_run
     from uneven.launch.control.known_runs import choose_known, live_runs
-    from uneven.launch.control.stop_request import stop_run
 
     if not wait > 0:  # not a number, too
         raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
@@ -70,7 +70,7 @@ def stop(
 
 
 def _where(record: dict[str, Any]) -> str:
-    """Where the state of a run that has ended is, as far as that is known (launch/control/stop_request.py)."""
+    """Where the state of a run that has ended is, as far as that is known (launch/control/ask.py)."""
     if record.get("saved"):
         return f"its state is in {record['saved']}"
     if "saved" in record:

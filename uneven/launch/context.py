@@ -36,13 +36,12 @@ from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
 from uneven.launch.rank_place import NOT_OVER, RankPlace
 from uneven.launch.requests import GRACE_S, Requests
-from uneven.launch.shared_progress import SharedProgress
-from uneven.launch.shown import Shown
+from uneven.launch.run_status import Output, RunStatus, SharedProgress
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
 from uneven.launch.watch.peers import PeerWatch, watch_peers
 from uneven.train.clocks import MachineClocks
-from uneven.train.rank_info import RankInfo, Report
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []
@@ -98,7 +97,7 @@ class ProcessContext:
         self.signals: dict[int, RankSignal] = {}  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
-        self.shown = Shown()  # the figures of the current run
+        self.status = RunStatus()  # the figures of the current run
         self._placement: Placement | None = None  # under an engine, once its ranks have met
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the current run
@@ -109,7 +108,8 @@ class ProcessContext:
         self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under an engine
-        self._progress: SharedProgress | None = None  # of the current run, over several machines
+        self._output: Output | None = None  # of the current run, where it is over several machines
+        self._progress: SharedProgress | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -186,16 +186,16 @@ class ProcessContext:
         config: RunConfig,
         devices: tuple[Device, ...],
         requests: Requests,
-        report: Report,
+        output: Output,
         *,
         can_lose: bool = True,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
         config = self.settings_of_run(config)
-        rank_info, told_to = self.make_rank_info(devices), report
-        if not rank_info.roster.is_one_machine and not self.ranks.is_newcomer:
-            report = self._progress = SharedProgress(report, rank_info)
-        report = self.shown.keep(report, rank_info, config.out)
+        rank_info = self.make_rank_info(devices)
+        report = self.status.begin(output, rank_info, config.out)
+        report.is_shared = not rank_info.roster.is_one_machine and not self.ranks.is_newcomer
+        self._output = output if report.is_shared else None
 
         def join(model: nn.Module) -> Group:
             return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
@@ -207,7 +207,7 @@ class ProcessContext:
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
             told = newcomer.describe_run(self.environment, self._runs + 1, worker, self._shared, self.starts)
             check = partial(newcomer.check_newcomer, self.environment, worker)
-            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, told_to, told, check, enter)
+            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, output, told, check, enter)
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
@@ -265,8 +265,9 @@ class ProcessContext:
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
-        if self._progress is not None:
-            self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self.show)
+        if self._output is not None:
+            store = self.environment.connect(f"run/{self._runs}/progress")
+            self._progress = SharedProgress(store, rank_info, self._output, self.show)
         self._rank_info = rank_info
         if self.ranks.membership is not None:
             self.ranks.membership.joined(rank_info.group)
@@ -298,8 +299,8 @@ class ProcessContext:
         for opened in (self._peers, self.leader, self._progress):
             if opened is not None:
                 opened.close()
-        self._peers = self._progress = None
-        self.shown.leave(self._worker)
+        self._peers = self._progress = self._output = None
+        self.status.leave(self._worker)
         rank_info, worker, self._rank_info, self._worker = self._rank_info, self._worker, None, None
         self.ranks.leave_run(worker, has_formed=rank_info is not None)
         if rank_info is not None:
@@ -321,7 +322,7 @@ class ProcessContext:
     def show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
         worker = self._worker
-        where = {**self.shown.last(), **self.ranks.show()} if worker is None else self.shown.show(worker)
+        where = {**self.status.last(), **self.ranks.show()} if worker is None else self.status.show(worker)
         return {"member": self.member, "rank": self.rank, "in_run": self._requests is not None, **where}
 
     @property

@@ -7,7 +7,7 @@ the rank is an orphan, and `on_orphaned` ends it.
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -156,34 +156,3 @@ def beat(heartbeat: Heartbeat | None) -> None:
     """
     if heartbeat is not None:
         heartbeat.beat()
-
-
-class HeartbeatReport:
-    """A Report (train/rank_info.py) whose contents travel in the heartbeats: the launcher shows the progress.
-
-    Written by the thread that trains, read by the heartbeat's: every call replaces `status` as a whole.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.status: dict[str, Any] = {"device": device}
-
-    def loaded(self) -> None:
-        """The payload is read, and its tensors are mapped."""
-        self._add(is_loaded=True)
-
-    def started(self, axis: Any, place: str) -> None:
-        del place
-        self._add(total=axis.total_samples, epochs=axis.epochs, steps=axis.total, handles_stop=True)
-        self._add(has_max_steps=axis.max_slots is not None)
-
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float | None) -> None:
-        self._add(samples=samples, own=own_samples, seconds=training_s, loss=loss)
-
-    def epoch_done(self, entry: dict[str, Any]) -> None:
-        self._add(history=[*self.status.get("history", []), entry])
-
-    def say(self, lines: Sequence[str]) -> None:
-        self._add(notes=[*self.status.get("notes", []), *lines])
-
-    def _add(self, **changes: Any) -> None:
-        self.status = {**self.status, **changes}

@@ -122,24 +122,24 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
     """
     from uneven.launch.checks.made import compare_in_rank
     from uneven.launch.context import set_process_context
-    from uneven.launch.heartbeat import HeartbeatReport
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests
+    from uneven.launch.run_status import SentLines
     from uneven.launch.training import has_result, train_as_rank, write_state
     from uneven.train.worker import Worker
 
     requests, devices = Requests(), context.devices("auto")
-    report = HeartbeatReport(str(devices[context.rank]))
+    output = SentLines()
     context.begin_run(requests)
-    context.start_heartbeat(lambda: report.status, end)
+    context.start_heartbeat(lambda: output.status, end)
     task, config, program = read_payload(folder)
-    task = compare_in_rank(task, report.say) if context.rank == 0 else task
+    task = compare_in_rank(task, output.say) if context.rank == 0 else task
     set_process_context(context)  # for what the user's functions ask of it, as Ddp.rank()
-    report.loaded()
+    output.loaded()
     own_folder = folder / f"result-{number}"
     own_folder.mkdir()
     run = Worker.train if program is None else lambda worker: program(worker, own_folder)
-    state = train_as_rank(context, task, config, devices, requests, report, run)
+    state = train_as_rank(context, task, config, devices, requests, output, run)
     while state is not None and not has_result(folder):
         if context.ranks.is_first(context.rank):
             write_state(state, own_folder)

@@ -19,10 +19,11 @@ from uneven.hardware.roster import Roster
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import GENERATION_KEY, SIGNAL_KEY, roster_key
 from uneven.launch.membership import StoreMembership, form_ranks, has_crowd, waiting_limit_s
+from uneven.launch.run_status import Output
 from uneven.results.progress import Reporter
 from uneven.train.clocks import MachineClocks
 from uneven.train.elastic.membership import Generation
-from uneven.train.rank_info import RankInfo, Report
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 NOT_OVER: Mapping[str, Any] = MappingProxyType({"is_past": False})
@@ -133,7 +134,7 @@ class RankPlace:
         run: int,
         rank_info: RankInfo,
         config: RunConfig,
-        report: Report,
+        output: Output,
         facts: Mapping[str, Any] = MappingProxyType({}),
         before_enter: Callable[[], None] = lambda: None,
         on_entered: Callable[[], None] = lambda: None,
@@ -148,8 +149,8 @@ class RankPlace:
             return form_ranks(store, roster, rank, config, has_crowd(roster), generation=number, is_stale=is_stale)
 
         def on_formed(generation: Generation, rank: int) -> None:
-            if rank == 0 < self.environment.rank and isinstance(report, Reporter) and config.progress != "off":
-                report.style = "lines"  # the rank that showed the progress is lost
+            if rank == 0 < self.environment.rank and isinstance(output, Reporter) and config.progress != "off":
+                output.style = "lines"  # the rank that showed the progress is lost
             was_newcomer = self.is_newcomer
             self.adopt(generation)
             if was_newcomer:
@@ -159,7 +160,7 @@ class RankPlace:
             if not rank_info.roster.is_one_machine:
                 store = self.environment.connect(f"{prefix}/{rank_info.generation}/clock")
                 rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
-            report.say(lines)
+            output.say(lines)
 
         store, limit_s = self.environment.connect(""), waiting_limit_s(config.deadline)
         membership = StoreMembership(

@@ -11,8 +11,7 @@ from uneven.config import RunConfig
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.control.folder_lock import HeldFolder
-from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe_result
-from uneven.launch.control.live_status import describe
+from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe, describe_result
 from uneven.launch.requests import Requests
 from uneven.launch.signals import Stoppable
 from uneven.results.progress import Reporter
@@ -57,9 +56,9 @@ class Start:
 
     def tell_saved(self, context: ProcessContext, folder: Path | None) -> None:
         """The state of the run is in `folder`; the next heartbeat tells the launcher."""
-        context.shown.saved = None if folder is None else str(folder.resolve())
+        context.status.saved = None if folder is None else str(folder.resolve())
         if self.listing is not None:
-            self.listing.saved = context.shown.saved
+            self.listing.saved = context.status.saved
 
     def release_folder(self) -> None:
         """Release the run's folder: nothing is written to it any more."""

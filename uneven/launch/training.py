@@ -20,11 +20,12 @@ from uneven.data.replay import read_parts, read_rounds
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.requests import Requests
+from uneven.launch.run_status import Output
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
 from uneven.timeline.timeline import Timeline
 from uneven.train.elastic.lane_records import gone_lane, why_gone
-from uneven.train.rank_info import RankResult, Report
+from uneven.train.rank_info import RankResult
 from uneven.train.worker import Worker
 
 # (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.
@@ -40,7 +41,7 @@ def train_as_rank(
     config: RunConfig,
     devices: tuple[Device, ...],
     requests: Requests,
-    report: Report,
+    output: Output,
     run: Callable[[Worker], RankResult | None] = Worker.train,
 ) -> TrainedState | None:
     """Train this rank's part on the calling thread; the state of the whole run, or None where `run` has no result.
@@ -56,10 +57,10 @@ def train_as_rank(
             return None
         state = worker.finish(lambda: collect(worker.group, result, worker.axis))
         context.close_run()
-        context.shown.reached(state)
+        context.status.reached(state)
         return state
 
-    return train(context.make_worker(task, config, devices, requests, report, can_lose=can_lose))
+    return train(context.make_worker(task, config, devices, requests, output, can_lose=can_lose))
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:

@@ -310,7 +310,7 @@ NEEDS = {
 
 
 def status(value: Any) -> dict[str, Any]:
-    """Where a run is (launch/control/live_status.py), for `uneven status` on another machine."""
+    """Where a run is (launch/control/listing.py), for `uneven status` on another machine."""
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     ranks = several(lambda one: _known(one, _STATUS), MOST_RANKS)(value.get("ranks", []))

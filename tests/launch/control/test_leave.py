@@ -18,24 +18,17 @@ from uneven.cli import main as command_line
 from uneven.errors import InputError, RankError
 from uneven.launch import cleanup
 from uneven.launch.control import leave_requests
-from uneven.launch.control.ask import ask_to_leave, choose_run, engine_here
-from uneven.launch.control.leave_requests import Asked, RequestFiles, RunHere, await_readers, describe_run, find_runs
+from uneven.launch.control.ask import ask_to_leave, choose_to_leave
+from uneven.launch.control.known_runs import STATUS, KnownRun, live_runs
+from uneven.launch.control.leave_requests import AskedToLeave, RequestFiles, await_readers
 from uneven.launch.nodes.departure import Departure
 from uneven.launch.nodes.remote import RemoteNode
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which no other run is on."""
-    monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(cleanup.tempfile, "gettempdir", lambda: str(tmp_path))
-    return tmp_path
 
 
 def make_run(home: Path, name: str, **about: Any) -> Path:
     folder = home / f"uneven-{cleanup.pid_namespace()}-{os.getpid()}-{name}"
     folder.mkdir()
-    describe_run(folder, **about)
+    (folder / STATUS).write_text(json.dumps({"id": name, **about}))
     return folder
 
 
@@ -57,9 +50,9 @@ def test_a_run_is_found_by_its_folder_and_asked_by_a_file(home: Path) -> None:
     folder = make_run(home, "a", script="/home/me/train.py", leader="192.0.2.10:29400")
     (home / "uneven-x").mkdir()
     (home / f"uneven-{cleanup.pid_namespace()}-{2**22 + 1}-gone").mkdir()
-    (run,) = find_runs()
+    (run,) = live_runs()
     assert (run.folder, run.pid) == (folder, os.getpid())
-    assert choose_run("train.py") == choose_run(str(os.getpid())) == choose_run(None) == run
+    assert choose_to_leave("train.py") == choose_to_leave(str(os.getpid())) == choose_to_leave(None) == run
     thread, asked = answering(folder, {"left": "rank 2 has left"})
     assert ask_to_leave(run, [2, 3], 60.0) == {"left": "rank 2 has left"}
     thread.join()
@@ -69,21 +62,21 @@ def test_a_run_is_found_by_its_folder_and_asked_by_a_file(home: Path) -> None:
 
 def test_it_must_be_clear_which_run_is_meant(home: Path) -> None:
     with pytest.raises(RankError, match="no run of yours is on here"):
-        choose_run(None)
+        choose_to_leave(None)
     make_run(home, "a", script="/home/me/train.py")
-    with pytest.raises(InputError, match=rf"run 'other.py': on here is {os.getpid()} \(/home/me/train.py\)$"):
-        choose_run("other.py")
+    with pytest.raises(InputError, match=r"run 'other.py': there is no such live run; known is a \(train.py\)"):
+        choose_to_leave("other.py")
     make_run(home, "b", script="/home/me/other.py")
-    with pytest.raises(InputError, match=rf"2 runs are on here: .*; name one by its id: uneven leave {os.getpid()}"):
-        choose_run(None)
+    with pytest.raises(InputError, match="2 runs of yours are on"):
+        choose_to_leave(None)
 
 
 def test_who_does_not_answer_in_time_is_asked_no_more(home: Path) -> None:
     folder = make_run(home, "a", script="train.py")
-    answer = ask_to_leave(choose_run(None), None, 0.1)
+    answer = ask_to_leave(choose_to_leave(None), None, 0.1)
     assert "not left within 0.1 s" in answer["refused"]
     assert not RequestFiles(folder).take()
-    run = RunHere(home / "gone", 1, {})
+    run = KnownRun("gone", {}, home / "gone")
     with pytest.raises(RankError, match="has just ended"):
         ask_to_leave(run, None, 0.1)
 
@@ -107,18 +100,7 @@ def test_the_command_prints_what_was_handed_in_or_why_not(
     assert "rank 1 has handed in 5 samples" in err
     code, out, err = call({"refused": "it is a loop of your own"}, "--rank", "1")
     assert (code, out) == (1, "")
-    assert f"cannot leave run {os.getpid()} (train.py): it is a loop of your own" in err
-
-
-def test_ranks_of_an_engine_cannot_leave_and_it_says_why(tmp_path: Path) -> None:
-    for name, variables in (("1", "HOME=/root"), ("22", "TORCHELASTIC_RUN_ID=a\0RANK=1\0WORLD_SIZE=2\0MASTER_ADDR=a")):
-        (tmp_path / name).mkdir()
-        local = "\0MASTER_PORT=1\0LOCAL_RANK=1\0LOCAL_WORLD_SIZE=2"
-        (tmp_path / name / "environ").write_text(variables + local)
-    found = engine_here(tmp_path)
-    assert found is not None
-    assert found.startswith("process 22 is rank 1 of 2 that torchrun started: torchrun ends its job when a rank goes")
-    assert engine_here(tmp_path / "1") is None
+    assert "cannot leave run a (train.py): it is a loop of your own" in err
 
 
 class Line:
@@ -150,8 +132,7 @@ def test_a_signal_asks_the_leader_and_where_it_refuses_the_run_stops(tmp_path: P
 
 def test_a_file_is_passed_on_to_the_leader_and_its_answer_back(tmp_path: Path) -> None:
     found, line, _ = departing(tmp_path)
-    run = RunHere(tmp_path, 1, {})
-    asked, withdrawn = Asked(run, (4,)), Asked(run, None)
+    asked, withdrawn = AskedToLeave(tmp_path, (4,)), AskedToLeave(tmp_path, None)
     found.look()
     by_ranks = {str(message["ranks"]): message["leave"] for message in line.sent}
     withdrawn.close()
@@ -189,7 +170,7 @@ def test_a_folder_waits_for_those_who_have_not_read_their_answer(home: Path, mon
     """The run ended with the rank that left, and `uneven leave` read that the run had ended."""
     folder = make_run(home, "a")
     await_readers(folder)
-    asked = Asked(RunHere(folder, 1, {}), None)
+    asked = AskedToLeave(folder, None)
     await_readers(folder)  # nobody has answered it: nothing is missed
     (name,) = RequestFiles(folder).take()
     RequestFiles(folder).answer(name, {"left": "gone"})
@@ -221,7 +202,7 @@ def test_a_rank_of_a_real_run_leaves_and_its_samples_count(tmp_path: Path, capfd
     answers: list[Mapping[str, Any]] = []
 
     def ask_the_run() -> None:
-        while not (own := [run for run in find_runs() if run.pid == os.getpid()]):
+        while not (own := [run for run in live_runs() if run.pid == os.getpid()]):
             ended.wait(0.05)
         answers.append(ask_to_leave(own[0], [1], 60.0))
         answered.touch()

@@ -12,42 +12,32 @@ from typing import Any
 
 import pytest
 
+from tests.launch.control.runs import HEARD
 from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
 from uneven import Ddp, Run, TrainedState
 from uneven.errors import InputError, RankError, StoppedError, Terminated
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import cleanup
-from uneven.launch.control import history, stop_request
-from uneven.launch.control.ask import choose_run
+from uneven.launch.control import ask, history
+from uneven.launch.control.ask import choose_to_leave, ignores_interrupt, stop_run
 from uneven.launch.control.history import MOST, ended_runs, remember
 from uneven.launch.control.known_runs import choose_known, known_runs, live_runs
-from uneven.launch.control.listing import FAILED, FINISHED, LEFT, STOPPED, Listing, describe_result, listed, new_run_id
-from uneven.launch.control.live_status import describe
+from uneven.launch.control.listing import (
+    FAILED,
+    FINISHED,
+    LEFT,
+    STOPPED,
+    Listing,
+    describe,
+    describe_result,
+    listed,
+    new_run_id,
+)
 from uneven.launch.control.read_logs import LogReader
-from uneven.launch.control.stop_request import ignores_interrupt, stop_run
 from uneven.launch.nodes.remote import AllRanks, RemoteNode
 from uneven.launch.requests import Requests
 from uneven.launch.watch.generations import Generations
 from uneven.results.progress import Reporter
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which no other run is on, and a user who has run nothing."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(cleanup, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(cleanup.tempfile, "gettempdir", lambda: str(folder))
-    monkeypatch.setenv("UNEVEN_HOME", str(tmp_path / "state"))
-    return folder
-
-
-HEARD: list[dict[str, Any]] = [
-    {"slot": 12, "phase": "compute", "own": 300, "seconds": 2.0, "samples": 400, "loss": 0.5, "total": 4000,
-     "epochs": 4, "steps": 100, "epoch": 1, "policy": "async", "out": "runs/a", "rounds": {"round": 3.0}},
-    {"slot": 10, "phase": "wait", "own": 100, "seconds": 2.0, "loss": float("nan")},
-]  # fmt: skip
 
 
 def test_a_status_is_what_the_heartbeats_say() -> None:
@@ -87,7 +77,7 @@ def test_a_run_is_listed_while_it_is_on_and_remembered_afterwards(
         assert live_runs()[0].record["slot"] == 12, "no more often than once a second"
         (listing.folder / "payload").touch()
         listing.clear()
-        assert {path.name for path in listing.folder.iterdir()} <= {"run.json", "status.json", "logs"}
+        assert {path.name for path in listing.folder.iterdir()} <= {"run.json", "logs"}
         raise KeyboardInterrupt
     assert not listing.folder.exists()
     assert live_runs() == []
@@ -161,14 +151,6 @@ def test_a_run_is_named_by_its_id_its_folder_its_script_or_as_the_last(
     assert new_run_id()[0].isalpha()
 
 
-def test_another_users_run_is_refused_in_words(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "uneven-1-4711-x").mkdir()
-    uid = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(InputError, match=r"run '4711' is of the user .*: only they, or root"):
-        choose_known("4711")
-
-
 def test_who_only_takes_part_is_told_where_the_run_is_led(home: Path) -> None:
     listing = Listing("train.py", leader="pc1 (192.0.2.10)", run_id="abc123")
     try:
@@ -191,7 +173,7 @@ def test_joined_machines_are_told_where_the_run_is(home: Path, tmp_path: Path) -
     (run,) = live_runs()
     assert (run.record["slot"], run.record["out"], run.leader) == (12, "runs/a", "pc1 (192.0.2.10)")
     assert run.log_folders == [listing.folder / "logs"], "its folder is on the leader's machine"
-    assert choose_run("abc").about["id"] == "abc123", "uneven leave takes the same names"
+    assert choose_to_leave("abc").id == "abc123", "uneven leave takes the same names"
     listing.close(LEFT)
     assert ended_runs()[0]["result"] == LEFT
 
@@ -210,7 +192,7 @@ def test_a_stop_is_a_ctrl_c_and_now_is_a_second_one(
                 listing.close(STOPPED)
 
     monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(stop_request, "AGAIN_S", 0.0)
+    monkeypatch.setattr(ask, "AGAIN_S", 0.0)
     assert stop_run(choose_known(None), 60.0, now=now, say=print)["result"] == STOPPED
     assert sent == [signal.SIGINT] * signals
 
@@ -223,7 +205,7 @@ def test_a_run_that_does_not_stop_is_named_and_one_that_ignores_ctrl_c_gets_sigt
         (tmp_path / pid / "status").write_text(f"Name:\tpython\nSigIgn:\t{mask}\n")
     assert (ignores_interrupt(1, tmp_path), ignores_interrupt(2, tmp_path)) == (True, False)
     listing, sent = Listing("train.py"), list[int]()
-    monkeypatch.setattr(stop_request, "ignores_interrupt", lambda _: True)
+    monkeypatch.setattr(ask, "ignores_interrupt", lambda _: True)
     monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
     with pytest.raises(RankError, match="was told to stop and has not ended within 0 s; look again by uneven status"):
         stop_run(choose_known(None), 0.01, now=False, say=print)

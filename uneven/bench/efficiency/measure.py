@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
 from uneven.bench import models
 from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.models.sets import load_set
@@ -213,6 +216,8 @@ class PairsBar(Reporter):
     def __init__(self, style: str, expected: int) -> None:
         super().__init__(style)
         self._expected = expected
+        self._pairs = Progress(console=Console(stderr=True), disable=self.style != "bar")
+        self._task = self._pairs.add_task("pairs", total=expected)
         self._shown_pairs = 0
 
     def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
@@ -222,17 +227,13 @@ class PairsBar(Reporter):
         last = history[-1]
         mean, half = last["interval"]
         if self.style == "bar":
-            if self._bar is None:
-                self._open(self._expected, ["pairs"])
-            assert self._bar is not None
-            total = max(self._expected, last["pairs"])
-            self._bar.update(
-                self._tasks[0],
-                completed=last["pairs"],
-                total=total,
-                speed="-",
-                loss=f"efficiency {mean:.3f} +- {half:.3f}",
-            )
+            self._pairs.start()
+            total, text = max(self._expected, last["pairs"]), f"pairs  efficiency {mean:.3f} +- {half:.3f}"
+            self._pairs.update(self._task, completed=last["pairs"], total=total, description=text)
         elif last["pairs"] // 10 > self._shown_pairs // 10:
             self.say([f"{last['pairs']} pairs: efficiency {mean:.3f} +- {half:.3f}"])
         self._shown_pairs = len(history)
+
+    def close(self) -> None:
+        self._pairs.stop()
+        super().close()

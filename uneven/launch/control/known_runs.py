@@ -1,12 +1,11 @@
 """The runs of this user that are known on this machine, live ones and ended ones, and which of them is meant by a name.
 
-Used by `uneven status`, `stop` and `logs`. Live runs are found by their private folders
-(launch/control/leave_requests.py), ended ones by the history. No torch in this file.
+Used by `uneven status`, `stop`, `logs` and `leave`. A live run is found by the file in its private folder that
+launch/control/listing.py writes, an ended one by its line in the history. No torch in this file.
 """
 
+import json
 import os
-import pwd
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -15,28 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.files import MARK, temporary_folder
-from uneven.launch import cleanup
+from uneven.files import MARK
+from uneven.launch.cleanup import live_folders, process_start
 from uneven.launch.control.history import ended_runs
-from uneven.launch.control.leave_requests import RunHere, find_runs
-from uneven.launch.control.listing import read_status
 from uneven.launch.control.rank_log import FOLDER as LOGS
 
+STATUS = "run.json"  # in the private folder of a run: which run it is, and where
 LAST = "last"
 MOST_SHOWN = 8  # runs in a message
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """One run. `here` is None for one that has ended; `record` is then its line in the history."""
+    """One run: what it says of itself in its private `folder`, or its line in the history once it has ended."""
 
     id: str
     record: dict[str, Any] = field(default_factory=dict)
-    here: RunHere | None = None
+    folder: Path | None = None
 
     @property
     def is_live(self) -> bool:
-        return self.here is not None
+        return self.folder is not None
+
+    @property
+    def pid(self) -> int:
+        return int(self.record["pid"])
 
     @property
     def script(self) -> str:
@@ -48,9 +50,16 @@ class KnownRun:
         return self.record.get("leader")
 
     @property
+    def is_over(self) -> bool:
+        """Whether a live one is off the list by now, or its process is gone."""
+        assert self.folder is not None, "a live run"
+        start = self.record.get("start")
+        return not self.folder.exists() or (start is not None and process_start(self.pid) != start)
+
+    @property
     def log_folders(self) -> list[Path]:
         """Where what it prints may be; it moves from the first to the second when training begins."""
-        here = [] if self.here is None else [self.here.folder / LOGS]
+        here = [] if self.folder is None else [self.folder / LOGS]
         out = self.record.get("out")
         return [*here, *([Path(out) / LOGS] if out and self.leader is None else [])]
 
@@ -59,14 +68,22 @@ class KnownRun:
         return {"id": self.id, "state": state, **{key: value for key, value in self.record.items() if key != "start"}}
 
 
+def read_status(folder: Path) -> dict[str, Any]:
+    """What a run says of itself in its private folder; empty where the folder is for other files, or gone."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / STATUS).read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def live_runs() -> list[KnownRun]:
     """Those that are on, the oldest first."""
-    found = [_live(run) for run in find_runs()]
-    return sorted(found, key=lambda run: float(run.record.get("since") or 0.0))
-
-
-def _live(run: RunHere) -> KnownRun:
-    return KnownRun(str(run.about.get("id") or run.pid), {**run.about, "pid": run.pid, **read_status(run.folder)}, run)
+    found = []
+    for folder, pid in live_folders():
+        if record := read_status(folder):
+            found.append(KnownRun(str(record.get("id") or pid), {**record, "pid": pid}, folder))
+    # A launcher that was killed leaves its folder, and its number may be another process's by now.
+    return sorted((run for run in found if not run.is_over), key=_since)
 
 
 def known_runs() -> list[KnownRun]:
@@ -85,31 +102,34 @@ def choose_known(named: str | None, *, live_only: bool = False) -> KnownRun:
     not clear.
     """
     runs = live_runs() if live_only else known_runs()
-    live = _without_joined(run for run in runs if run.is_live)
     if named is None:
+        live = _without_joined(run for run in runs if run.is_live)
         if len(live) == 1:
             return live[0]
         what = f"{len(live)} runs of yours are on" if live else "no run of yours is on here"
         raise InputError(f"{what}; {_advice(live or runs)}")
     if named == LAST and runs:
-        return max(_without_joined(runs), key=lambda run: float(run.record.get("since") or 0.0))
+        return max(_without_joined(runs), key=_since)
     for matching in (
-        [run for run in runs if run.id == named or (str(run.record.get("pid")) == named and run.is_live)],
-        [run for run in runs if _is_in(run, named)],
+        [run for run in runs if run.id == named or (run.is_live and str(run.pid) == named)],
+        [run for run in runs if run.leader is None and _is_same_path(named, run.record.get("out"))],
         [run for run in runs if len(named) > 1 and run.id.startswith(named)],
         [run for run in runs if _is_script(run, named)],
     ):
         meant = _without_joined(matching)
         live = [run for run in meant if run.is_live]
-        if len(live or meant) == 1 or (meant and not live):
-            return (live or meant)[0]  # of several that have ended, the newest
-        if live:
+        if len(live) > 1:
             raise InputError(f"run {named!r}: {len(live)} runs are meant; {_advice(live)}")
-    if not live_only and (folder := _run_folder(Path(named))) is not None:
+        if meant:
+            return (live or meant)[0]  # of several that have ended, the newest
+    folder = Path(named)
+    if not live_only and ((folder / MARK).is_file() or (folder / LOGS).is_dir()):  # of anybody, at any time
         return KnownRun(folder.name, {"out": str(folder.resolve())})
-    if (owner := _other_owner(named)) is not None:
-        raise InputError(f"run {named!r} is of the user {owner}: only they, or root, may look at it or stop it")
     raise InputError(f"run {named!r}: there is no such {'live ' if live_only else ''}run; {_advice(runs)}")
+
+
+def _since(run: KnownRun) -> float:
+    return float(run.record.get("since") or 0.0)
 
 
 def _without_joined(runs: Iterable[KnownRun]) -> list[KnownRun]:
@@ -133,42 +153,16 @@ def _mark(run: KnownRun, times: Mapping[str, int]) -> str:
     """What tells a run from others in a message: an ended one, or one of several processes of a run."""
     if not run.is_live:
         return ", ended"
-    return f", pid {run.record.get('pid')}" if times[run.id] > 1 else ""
-
-
-def _is_in(run: KnownRun, named: str) -> bool:
-    """Whether a run's folder is meant."""
-    out = run.record.get("out")
-    return out is not None and run.leader is None and _is_same_path(named, out)
+    return f", pid {run.pid}" if times[run.id] > 1 else ""
 
 
 def _is_script(run: KnownRun, named: str) -> bool:
     """Whether a run's script is meant: by its name alone, or by any path to it."""
     script = run.record.get("script")
-    if named in (script, run.script):
-        return True
-    # A relative one is of a run by an older version.
-    return bool(script) and os.sep in named and _is_same_path(named, Path(run.record.get("cwd") or "", str(script)))
+    return named in (script, run.script) or (os.sep in named and _is_same_path(named, script))
 
 
-def _is_same_path(one: str | Path, other: str | Path) -> bool:
+def _is_same_path(one: str, other: Any) -> bool:
     with suppress(OSError):  # the current folder was removed
-        return os.path.realpath(one) == os.path.realpath(other)
+        return bool(other) and os.path.realpath(one) == os.path.realpath(str(other))
     return False
-
-
-def _run_folder(path: Path) -> Path | None:
-    """A folder that a run has written to, by anybody and at any time."""
-    return path if (path / MARK).is_file() or (path / LOGS).is_dir() else None
-
-
-def _other_owner(named: str) -> str | None:
-    """Whose run has this process id, where it is another user's: their folders can be seen, and not read."""
-    if not named.isdecimal():
-        return None
-    for home in {cleanup.SHARED_MEMORY, temporary_folder()}:
-        for folder in home.glob(f"uneven-*-{named}-*"):
-            with suppress(OSError, KeyError):
-                if re.match(r"uneven-\d+-\d+-", folder.name) and (uid := folder.stat().st_uid) != os.getuid():
-                    return pwd.getpwuid(uid).pw_name
-    return None

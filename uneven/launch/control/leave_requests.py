@@ -1,8 +1,8 @@
 """How ranks are asked to leave from outside: small files in the private folder of a run. No torch in this file.
 
-`uneven leave` finds the runs of this user on this machine by their folders, leaves a request there and waits for the
-answer. The launcher of the run looks for requests while it watches its ranks (launch/watch/watch.py); `uneven join`
-passes them on to its leader (launch/nodes/node.py). A request counts as long as its file is there.
+`uneven leave` writes a request there and waits for the answer (launch/control/ask.py). The launcher of the run looks
+for requests while it watches its ranks (launch/watch/watch.py); `uneven join` passes them on to its leader
+(launch/nodes/node.py). A request counts as long as its file is there.
 """
 
 import json
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.launch.cleanup import live_folders, process_start
-
 READ_S = 5.0  # for `uneven leave` to read its answer
 ENDS = "the run ends"  # why nobody leaves any more
-ABOUT = "run.json"  # what a run says about itself
 Answer = Mapping[str, Any]  # {"refused": why} or {"left": one line}
 
 
@@ -34,44 +31,6 @@ class LeaveRequest:
     may_be_elsewhere: bool = False  # asked on the leader's machine: any rank of the run
     is_urgent: bool = False  # a signal: where they cannot leave now, something else is done at once
     is_open: Callable[[], bool] = lambda: True  # False once it was withdrawn
-
-
-@dataclass(frozen=True)
-class RunHere:
-    """A run of this user that has a process on this machine."""
-
-    folder: Path
-    pid: int
-    about: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        joined = f", joined {self.about['leader']}" if self.about.get("leader") else ""
-        return f"{self.pid} ({self.about.get('script') or 'fit'}{joined})"
-
-
-def describe_run(folder: Path, **about: Any) -> None:
-    """Tell `uneven leave` of the run with this private folder: its script, its leader, or why no rank can leave it."""
-    draft = folder / f".{ABOUT}"
-    draft.write_text(json.dumps(about))
-    draft.rename(folder / ABOUT)
-
-
-def find_runs() -> list[RunHere]:
-    """Those of this user on this machine, in the order of their processes' ids."""
-    found = [RunHere(folder, pid, about) for folder, pid in live_folders() if (about := _read_about(folder))]
-    # A launcher that was killed leaves its folder, and its number may be another process's by now.
-    live = [run for run in found if run.about.get("start") in (None, process_start(run.pid))]
-    return sorted(live, key=lambda run: (run.pid, run.about.get("since", 0.0)))
-
-
-def _read_about(folder: Path) -> Mapping[str, Any] | None:
-    """None where the folder is for other files, or the run has just ended."""
-    try:
-        about: Mapping[str, Any] = json.loads((folder / ABOUT).read_text())
-    except (OSError, ValueError):
-        return None
-    return about
 
 
 class RequestFiles:
@@ -123,13 +82,13 @@ def await_readers(folder: Path) -> None:
         time.sleep(0.02)
 
 
-class Asked:
+class AskedToLeave:
     """The side of `uneven leave`: one request. `close` withdraws it where it has not been answered."""
 
-    def __init__(self, run: RunHere, ranks: tuple[int, ...] | None) -> None:
+    def __init__(self, run: Path, ranks: tuple[int, ...] | None) -> None:
         name = f"leave-{secrets.token_hex(4)}"
-        self._path, self._answer = run.folder / f"{name}.json", run.folder / f"answer-{name}.json"
-        draft = run.folder / f".{name}"
+        self._path, self._answer = run / f"{name}.json", run / f"answer-{name}.json"
+        draft = run / f".{name}"
         draft.write_text(json.dumps({"ranks": ranks}))
         draft.rename(self._path)
 

@@ -1,6 +1,7 @@
 """Rank 0 shows what the ranks of other machines wrote to the store."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.ranks import Silent
 from uneven.comm.store import open_store
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.shared_progress import SharedProgress, describe_roster
+from uneven.launch.run_status import RankStatus, SharedProgress, describe_roster
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
 from uneven.train.rank_info import RankInfo
@@ -22,8 +23,9 @@ def rank_info(rank: int) -> RankInfo:
     return RankInfo(rank, ROSTER.devices, roster=ROSTER)
 
 
-def show(rank: int) -> dict[str, Any]:
-    return {"phase": "compute", "rounds": {}, "machine": ROSTER.machines[rank], "host": ROSTER.host(rank)}
+def show(rank: int, status: RankStatus) -> dict[str, Any]:
+    place = {"machine": ROSTER.machines[rank], "host": ROSTER.host(rank)}
+    return {"phase": "compute", "rounds": {}, **place, **status.figures}
 
 
 def test_rank_0_draws_the_devices_of_all_machines(
@@ -32,15 +34,18 @@ def test_rank_0_draws_the_devices_of_all_machines(
     monkeypatch.setenv("COLUMNS", "140")
     store, _ = open_store()
     reporter = Reporter("bar", "train.py")
-    ranks = [SharedProgress(reporter if rank == 0 else Silent(), rank_info(rank)) for rank in range(3)]
-    for rank, shared in enumerate(ranks):
-        shared.connect(store, lambda rank=rank: show(rank))  # type: ignore[misc]
-        shared.started(Axis(10_000, 100, 1), "cpu")
+    outputs = [reporter, Silent(), Silent()]
+    ranks = [RankStatus(str(ROSTER.devices[rank]), outputs[rank]) for rank in range(3)]
+    shared = []
+    for rank, status in enumerate(ranks):
+        status.is_shared = True
+        shared.append(SharedProgress(store, rank_info(rank), outputs[rank], partial(show, rank, status)))
+        status.started(Axis(10_000, 100, 1), "cpu")
     for rank, own in ((1, 4_000), (2, 1_000), (0, 4_900)):
         ranks[rank].stepped(9_900, own, 4.0, 0.25)
     ranks[0].epoch_done(ENTRY)
-    for shared in reversed(ranks):
-        shared.close()
+    for progress in reversed(shared):
+        progress.close()
     reporter.close()
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert "  2 machines: pc-anna (cpu), pc-bert (cpu, cpu@0.4)" in lines
@@ -56,10 +61,7 @@ def test_a_store_that_is_gone_ends_no_run() -> None:
         def set(self, *_: Any) -> None:
             raise RuntimeError("connection reset")
 
-    shared = SharedProgress(Silent(), rank_info(1))
-    shared.close()  # never connected: the group did not form
-    shared.connect(Gone(), lambda: show(1))  # type: ignore[arg-type]
-    shared.close()
+    SharedProgress(Gone(), rank_info(1), Silent(), dict).close()  # type: ignore[arg-type]
 
 
 def test_the_roster_is_one_line() -> None:
