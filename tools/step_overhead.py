@@ -63,7 +63,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "loss": [(EagerStep, "weigh")],
     "check": [(EagerStep, "_host_check"), (EagerStep, "_own_gradients"), (EagerStep, "fault_of")],
     "largest gradient": [(Reducer, "largest_gradient")],
-    "update": [(EagerStep, "update"), (EagerStep, "prepare_update"), (EagerStep, "apply_update")],
+    "update": [(EagerStep, "apply"), (EagerStep, "prepare_update"), (EagerStep, "step_optimizer")],
     "hooks": [(Reducer, "_gradient_ready")],
     "rows and flags": [(Reducer, "finalize")],
     "collective": [(SharedMemoryGroup, "all_reduce"), (TorchGroup, "all_reduce"), (Work, "wait")],

@@ -1,5 +1,6 @@
 """What a rank times of its own steps."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.plan.ranks import _Own
 from uneven.policy.axis import Part
+from uneven.step.eager import DerivedStep
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
@@ -28,12 +30,19 @@ def test_every_size_has_a_captured_step_of_its_own(monkeypatch: pytest.MonkeyPat
     """Half the samples ran eagerly: they seemed to take as long as all, and sync on a GPU pair was 27 % too short."""
     steps: list[tuple[int, int]] = []  # (size of the captured step, samples that it was given)
 
-    def capture(engine: Engine, part: Part) -> None:
-        def run(micros: Any, samples: int) -> Any:
-            steps.append((part.samples, samples))
+    class Captured(DerivedStep):
+        def is_prepared(self, sizes: Sequence[int], slot_samples: int) -> bool:
+            return tuple(sizes) in prepared
+
+        def start_alone(self, inputs: Any, slot_samples: int) -> Any:
+            steps.append((prepared[tuple(samples for _, samples in inputs)], slot_samples))
             return lambda: None
 
-        engine.graph = run  # type: ignore[assignment]
+    prepared: dict[tuple[int, ...], int] = {}  # sizes of the captured steps, and their samples
+
+    def capture(engine: Engine, part: Part) -> None:
+        prepared[tuple(part.sizes)] = part.samples
+        engine.use_step(Captured(engine.eager))
 
     monkeypatch.setattr("uneven.plan.ranks.capture", capture)
     task = Task(lambda: nn.Linear(4, 3), lambda params: torch.optim.SGD(params, 0.1), loss, DATA, None, None)

@@ -23,10 +23,9 @@ from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.policy.exact import Balanced
 from uneven.step.capture import Capture, InputMicros
-from uneven.step.captured import GRID, MAX_GRAPHS, CapturedBackward
-from uneven.step.eager import EagerStep
+from uneven.step.captured import GRID, MAX_GRAPHS, CapturedStep
+from uneven.step.eager import BeforeUpdate, EagerStep
 from uneven.step.finite import OwnCheck
-from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
@@ -47,20 +46,20 @@ class OnCpu(Capture):
     def record(self, run: Callable[[InputMicros], T], beside: Capture | None = None) -> T:
         assert beside is None or beside in self.alive
         self.made.append([samples for _, samples in self.inputs])
-        self._run, self._eager = run, inspect.getclosurevars(run).nonlocals["self"]._eager
-        totals = self._eager.meter.totals.clone()
+        self._run, self._step = run, inspect.getclosurevars(run).nonlocals["self"]
+        totals = self._step.meter.totals.clone()
         self._left = run(self.inputs)
-        self._eager.meter.totals.copy_(totals)
-        for bucket in self._eager.reducer.buckets:
+        self._step.meter.totals.copy_(totals)
+        for bucket in self._step.reducer.buckets:
             bucket.buffer.zero_()
         self.alive.append(self)
         return self._left
 
     def replay(self, inputs: InputMicros) -> None:
         self._copy_inputs(inputs)
-        used = set(self._eager.reducer._used)
+        used = set(self._step.reducer._used)
         left = self._run(self.inputs)
-        self._eager.reducer._used = used
+        self._step.reducer._used = used
         if isinstance(self._left, Tensor):
             self._left.copy_(left)
 
@@ -85,7 +84,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The sizes captured, in order."""
     OnCpu.made, OnCpu.alive, UpdateOnCpu.made = [], [], 0
     monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
-    monkeypatch.setattr("uneven.step.captured_update.Capture", UpdateOnCpu)
+    monkeypatch.setattr("uneven.step.captured_optimizer.Capture", UpdateOnCpu)
     monkeypatch.setattr("uneven.train.warm_up.can_capture", lambda _: True)
     return OnCpu.made
 
@@ -101,19 +100,19 @@ class Pair:
     def __init__(
         self, step: Any, on: torch.device, precision: str = "fp32", dtype: torch.dtype = torch.float64
     ) -> None:
-        self.eager, self.other = (self._make(step, on, precision, dtype) for _ in range(2))
-        self.captured = CapturedBackward(self.other, self._open)
+        self.eager = self._make(step, on, precision, dtype)
+        self.captured = CapturedStep(self._make(step, on, precision, dtype), self._open)
+        for one in (self.eager, self.captured):
+            one.reducer = Reducer(
+                one.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
+            )
         self._on, self._dtype = on, dtype
         self._random = torch.Generator().manual_seed(1)
 
     def _make(self, step: Any, on: torch.device, precision: str, dtype: torch.dtype) -> EagerStep:
         model = Net(dtype).to(on)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16, momentum=0.9, weight_decay=1e-2)
-        eager = EagerStep(model, optimizer, step, Precision(precision, on), LossMeter(on), 1.0)
-        eager.reducer = Reducer(
-            model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
-        )
-        return eager
+        return EagerStep(model, optimizer, step, Precision(precision, on), BeforeUpdate(max_grad_norm=1.0))
 
     @staticmethod
     def _open(inputs: Any) -> Any:
@@ -126,28 +125,28 @@ class Pair:
     def step(self, sizes: list[int], slot_samples: int, rtol: float = 1e-9, atol: float = 1e-12) -> None:
         inputs = [self._draw(samples) for samples in sizes]
         batches = [(self._open(one), samples) for one, samples in inputs]
-        _, right = self.eager.sum_gradients(batches, slot_samples, lambda: ())
-        _, checks = self.other.sum_gradients(inputs, slot_samples, lambda: (), self.captured)
+        _, right = self.eager.forward_backward(batches, slot_samples, lambda: ())
+        _, checks = self.captured.forward_backward(inputs, slot_samples, lambda: ())
         assert checks == [pytest.approx(right[0], rel=rtol, nan_ok=True)]
-        pairs = zip(self.other.model.named_parameters(), self.eager.model.parameters(), strict=True)
+        pairs = zip(self.captured.model.named_parameters(), self.eager.model.parameters(), strict=True)
         for (name, mine), theirs in pairs:
             assert (mine.grad is None) == (theirs.grad is None), name
             if mine.grad is not None:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
-        torch.testing.assert_close(self.other.meter.totals, self.eager.meter.totals, rtol=rtol, atol=atol)
-        assert self.eager.finish(right) is None
-        assert self.other.finish(checks, self.captured.update) is None
-        assert self.other.precision.scaler.get_scale() == self.eager.precision.scaler.get_scale()
+        torch.testing.assert_close(self.captured.meter.totals, self.eager.meter.totals, rtol=rtol, atol=atol)
+        assert self.eager.update(right) is None
+        assert self.captured.update(checks) is None
+        assert self.captured.precision.scaler.get_scale() == self.eager.precision.scaler.get_scale()
 
     def check_params(self, rtol: float = 1e-9, atol: float = 1e-12) -> None:
         moved = 0.0
         start = dict(Net(self._dtype).named_parameters())
-        pairs = zip(self.other.model.named_parameters(), self.eager.model.parameters(), strict=True)
+        pairs = zip(self.captured.model.named_parameters(), self.eager.model.parameters(), strict=True)
         for (name, mine), theirs in pairs:
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
             moved += (mine.cpu() - start[name]).abs().sum().item()
         assert moved > 0.01
-        assert torch.equal(self.other.model.unused.weight.cpu(), start["unused.weight"]), "it had no gradient"
+        assert torch.equal(self.captured.model.unused.weight.cpu(), start["unused.weight"]), "it had no gradient"
 
 
 def check_steps(step: Any, on: torch.device) -> None:
@@ -172,7 +171,7 @@ def test_an_update_is_captured_again_when_more_than_the_rate_has_changed(capture
     """Momentum is a constant in a graph: a scheduler that changes it (OneCycleLR) must not be frozen."""
     pair = Pair(mean_loss, CPU)
     for momentum in (0.9, 0.9, 0.9, 0.8, 0.7, 0.7, 0.7):
-        for step in (pair.eager, pair.other):
+        for step in (pair.eager, pair.captured):
             step.optimizer.param_groups[0]["momentum"] = momentum
             step.optimizer.param_groups[0]["lr"] *= 0.5  # this is none
         pair.step([8], 16)
@@ -183,10 +182,10 @@ def test_an_update_is_captured_again_when_more_than_the_rate_has_changed(capture
 def test_an_update_stays_eager_where_it_must(captures: list[list[int]]) -> None:
     """A function of the user's, or an optimizer that cannot be captured."""
     pair = Pair(mean_loss, CPU)
-    pair.other.before_step = lambda model, optimizer: None
-    assert CapturedBackward(pair.other, pair._open).update is None
+    pair.captured.before_update = BeforeUpdate(lambda model, optimizer: None)
+    assert CapturedStep(pair.captured, pair._open).captured_update is None
     pair.eager.optimizer = torch.optim.Adagrad(pair.eager.model.parameters())
-    assert CapturedBackward(pair.eager, pair._open).update is None
+    assert CapturedStep(pair.eager, pair._open).captured_update is None
 
 
 @pytest.mark.cuda
@@ -236,27 +235,29 @@ def test_only_a_replay_says_how_fast_a_rank_is(captures: list[list[int]]) -> Non
 
 def test_a_rehearsal_leaves_no_reducer_and_no_graph(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
-    pair.other.reducer.close()
-    pair.other.reducer = None
+    pair.captured.reducer.close()
+    pair.captured.reducer = None
     with pair.captured.rehearsal():
         for _ in range(3):
-            pair.captured.rehearse([pair._draw(4)], 4)
+            pair.captured.start_alone([pair._draw(4)], 4)
         assert captures == [[4]]
-    assert pair.other.reducer is None
+    assert pair.captured.reducer is None
     assert not pair.captured._graphs
-    pair.other.reducer = Reducer(
-        pair.other.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
+    pair.captured.reducer = Reducer(
+        pair.captured.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
     )
-    pair.other.sum_gradients([pair._draw(4)], 8, lambda: (), pair.captured)
+    pair.captured.forward_backward([pair._draw(4)], 8, lambda: ())
     assert captures == [[4], [4]], "its kernels are known: captured at once, for the new reducer"
 
 
 def test_nothing_may_be_sent_while_backward_runs(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
-    pair.other.reducer.close()
-    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, num_stats=len(OwnCheck._fields))
+    pair.captured.reducer.close()
+    pair.captured.reducer = Reducer(
+        pair.captured.model.parameters(), SoloGroup(), UNLIMITED, num_stats=len(OwnCheck._fields)
+    )
     with pytest.raises(AssertionError, match="cannot hold what is sent"):
-        pair.other.sum_gradients([pair._draw(4)], 4, lambda: (), pair.captured)
+        pair.captured.forward_backward([pair._draw(4)], 4, lambda: ())
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
     assert cost.fixed_ms >= 0
     assert cost.sample_ms > 0
     assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
-    assert (engine.captured is not None) == (compile == "graph")
+    assert engine.eager.is_captured == (compile == "graph")
 
 
 @pytest.mark.cuda

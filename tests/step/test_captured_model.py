@@ -10,7 +10,7 @@ from tests.step.test_captured import CPU, Pair, mean_loss
 from tests.step.test_captured import captures as captures
 from tests.step.test_graph import train as train_on_cuda
 from uneven import InputError
-from uneven.step.captured_model import CapturedModel
+from uneven.step.capture import CapturedModel
 
 
 def make_model() -> nn.Sequential:
@@ -62,7 +62,7 @@ def test_captured_backwards_refuse_it(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
     pair.step([8], 8)
     pair.step([8], 8)
-    for eager in (pair.eager, pair.other):
+    for eager in (pair.eager, pair.captured):
         next(eager.model.parameters()).requires_grad_(False)
     with pytest.raises(InputError, match="was frozen while the run is on"):
         pair.step([8], 8)

@@ -19,7 +19,7 @@ from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.launch.requests import Requests
 from uneven.policy.exact import Balanced
-from uneven.step.captured import CapturedBackward
+from uneven.step.captured import CapturedStep
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -41,16 +41,16 @@ TOLERANCE = {"sgd": 1e-7, "adamw": 1e-4}  # a captured step has its rate, and Ad
 def replayed() -> Iterator[list[int]]:
     """The samples of the slots whose first half was a replay of a graph."""
     samples: list[int] = []
-    call = CapturedBackward.__call__
+    forward_backward = CapturedStep.forward_backward
 
-    def counted(self: CapturedBackward, inputs: Any, slot_samples: int) -> torch.Tensor:
-        check = call(self, inputs, slot_samples)
+    def counted(self: CapturedStep, inputs: Any, slot_samples: int, stats: Any) -> Any:
+        found = forward_backward(self, inputs, slot_samples, stats)
         if self.is_replayed:
             samples.append(slot_samples)
-        return check
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedBackward, "__call__", counted)
+        patch.setattr(CapturedStep, "forward_backward", counted)
         yield samples
 
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from uneven import InputError
 from uneven.comm.group import SoloGroup
-from uneven.step.eager import EagerStep
-from uneven.step.meter import LossMeter
+from uneven.step.eager import BeforeUpdate, EagerStep
 from uneven.step.precision import Precision
 
 CPU = torch.device("cpu")
@@ -47,8 +46,7 @@ def make_step(train_step: Any, optimizer: str, max_grad_norm: float | None = Non
         OPTIMIZERS[optimizer](model.parameters()),
         train_step,
         Precision("fp32", CPU),
-        LossMeter(CPU),
-        max_grad_norm,
+        BeforeUpdate(max_grad_norm=max_grad_norm),
     )
 
 
@@ -164,8 +162,11 @@ def test_an_accuracy_that_stands_for_a_count_is_told_once() -> None:
 def test_gradients_outside_the_optimizer_count_in_the_norm_of_their_own_step_alone(train_step: Any) -> None:
     model, plain = make_net(), make_net()
     step = EagerStep(
-        *(model, torch.optim.SGD(list(model[2].parameters()), lr=1.0), train_step),
-        *(Precision("fp32", CPU), LossMeter(CPU), 0.05),
+        model,
+        torch.optim.SGD(list(model[2].parameters()), lr=1.0),
+        train_step,
+        Precision("fp32", CPU),
+        BeforeUpdate(max_grad_norm=0.05),
     )
     optimizer = torch.optim.SGD(list(plain[2].parameters()), lr=1.0)
     for seed in range(4):
@@ -183,9 +184,7 @@ def test_gradients_outside_the_optimizer_count_in_the_norm_of_their_own_step_alo
 def test_an_optimizer_may_hold_a_frozen_param_of_integers() -> None:
     model = make_net()
     model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
-    step = EagerStep(
-        *(model, torch.optim.Adam(model.parameters()), mean_loss, Precision("fp32", CPU), LossMeter(CPU), None)
-    )
+    step = EagerStep(model, torch.optim.Adam(model.parameters()), mean_loss, Precision("fp32", CPU))
     assert step(batches([4]), 4) is None
     assert model.table.tolist() == [0, 1, 2]
 
@@ -209,8 +208,6 @@ def test_a_count_is_divided_by_in_its_own_precision(dtype: torch.dtype) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0),
         counted,
         Precision("fp32", torch.device("cpu")),
-        LossMeter(torch.device("cpu")),
-        None,
     )
     step([(None, 4)], 4)
     for param in model.parameters():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.parallel.reducer import Reducer
-from uneven.step.eager import EagerStep
+from uneven.step.eager import BeforeUpdate, EagerStep
 from uneven.step.finite import (
     Backup,
     Cause,
@@ -22,8 +22,7 @@ from uneven.step.finite import (
     largest_unless_finite,
     total_count,
 )
-from uneven.step.meter import LossMeter
-from uneven.step.on_device import run_on_device
+from uneven.step.graph import run_on_device
 from uneven.step.precision import Precision
 
 NAN, INF = math.nan, math.inf
@@ -125,7 +124,7 @@ class Normed(nn.Module):
 def step_of(optimizer: Any, train_step: Any, max_grad_norm: float | None = None) -> EagerStep:
     model = Normed()
     own = optimizer(model.parameters())
-    return EagerStep(model, own, train_step, Precision("fp32", CPU), LossMeter(CPU), max_grad_norm)
+    return EagerStep(model, own, train_step, Precision("fp32", CPU), BeforeUpdate(max_grad_norm=max_grad_norm))
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Any:
@@ -229,9 +228,7 @@ def test_sparse_and_complex_gradients_are_checked_too(factor: float) -> None:
     model = Odd()
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = EagerStep(
-        model, optimizer, lambda m, x: m(x).nan_to_num() * factor, Precision("fp32", CPU), LossMeter(CPU), None
-    )
+    step = EagerStep(model, optimizer, lambda m, x: m(x).nan_to_num() * factor, Precision("fp32", CPU))
     fault = step([(torch.tensor([1, 1, 3]), 3)], 3)
     assert (fault is None) == (factor == 1.0)
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
@@ -242,7 +239,7 @@ def test_with_a_loss_scaler_only_the_loss_decides() -> None:
     """Gradients that overflow are the scaler's: it skips the step and halves its scale. A bad loss it never sees."""
     model = nn.Linear(6, 4)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = EagerStep(model, optimizer, mean_loss, Precision("fp16", CPU), LossMeter(CPU), 0.5)
+    step = EagerStep(model, optimizer, mean_loss, Precision("fp16", CPU), BeforeUpdate(max_grad_norm=0.5))
     ((x, y, _, count), _), = batch_of(0)  # fmt: skip
     scaler = step.precision.scaler
     scale = scaler.get_scale()

@@ -10,10 +10,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from uneven import InputError, NotFiniteError, TensorData, TrainedState, fit
 from uneven.comm.group import SoloGroup
+from uneven.step.captured_optimizer import prepare_optimizer
 from uneven.step.eager import EagerStep
 from uneven.step.graph import GraphStep
-from uneven.step.meter import LossMeter
-from uneven.step.optimizer_capture import prepare_optimizer
 from uneven.step.precision import Precision
 
 # A captured step holds its learning rate in fp32: powers of two are the same number in both forms.
@@ -34,8 +33,6 @@ def eager_step(optimizer: Any, precision: str, device: str = "cpu") -> EagerStep
         optimizer(model.parameters()),
         lambda m, b: m(b).mean(),
         Precision(precision, on),
-        LossMeter(on),
-        None,
     )
 
 
@@ -152,21 +149,18 @@ def test_dropout_draws_anew_in_every_replay() -> None:
     losses = []
     model = nn.Sequential(nn.Dropout(0.5)).cuda()
     param = nn.Parameter(torch.zeros(1, device="cuda"))
-    meter = LossMeter(torch.device("cuda"))
     eager = EagerStep(
         model,
         torch.optim.SGD([param], lr=0.0),
         lambda m, b: m(b).mean() + param.sum(),
         Precision("fp32", torch.device("cuda")),
-        meter,
-        None,
     )
-    graph = GraphStep(eager, lambda inputs: inputs, torch.device("cuda"))
+    graph = GraphStep(eager, lambda inputs: inputs)
     ones = [(torch.ones(1000, device="cuda"), 1000)]
-    graph.capture(ones, 1000)
+    graph.prepare(ones, 1000)
     for _ in range(5):
-        graph(ones, 1000)
-        losses.append(meter.take(SoloGroup()))
+        graph.start_alone(ones, 1000)
+        losses.append(eager.meter.take(SoloGroup()))
     assert len(set(losses)) == 5
     assert all(0.8 < loss < 1.2 for loss in losses)
 
@@ -174,11 +168,11 @@ def test_dropout_draws_anew_in_every_replay() -> None:
 @pytest.mark.cuda
 def test_capture_leaves_no_trace() -> None:
     step = eager_step(OPTIMIZERS["momentum"], "fp32", "cuda:0")
-    graph = GraphStep(step, lambda inputs: inputs, torch.device("cuda:0"))
+    graph = GraphStep(step, lambda inputs: inputs)
     before = {name: value.clone() for name, value in step.model.state_dict().items()}
     batch = torch.rand(4, 2, device="cuda")
     random = torch.cuda.get_rng_state()
-    graph.capture([(batch, 4)], 4)
+    graph.prepare([(batch, 4)], 4)
     assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
     assert all(not buffer.any() for state in step.optimizer.state.values() for buffer in state.values())
     assert torch.equal(torch.cuda.get_rng_state(), random)

@@ -5,7 +5,6 @@ from torch import nn
 
 from tests.step.test_eager import CPU, batches, mean_loss
 from uneven.step.eager import EagerStep
-from uneven.step.meter import LossMeter
 from uneven.step.no_trace import no_trace
 from uneven.step.precision import Precision
 
@@ -14,7 +13,7 @@ def test_warm_up_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = EagerStep(model, optimizer, mean_loss, Precision("fp32", CPU), LossMeter(CPU), None)
+    step = EagerStep(model, optimizer, mean_loss, Precision("fp32", CPU))
     for _ in range(2):
         step(batches([8]), 8)
     model_before = copy.deepcopy(model.state_dict())

@@ -13,7 +13,6 @@ from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.step.capture import refuse_assigned
 from uneven.step.eager import EagerStep
-from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.train.built import build_model
 
@@ -65,7 +64,7 @@ def test_measuring_before_the_run_leaves_no_trace() -> None:
 def test_a_step_that_is_not_finite_leaves_them_as_they_were() -> None:
     model = Running(torch.float64, assigns=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = EagerStep(model, optimizer, lambda net, x: net(x).mean(), Precision("fp32", CPU), LossMeter(CPU), None)
+    step = EagerStep(model, optimizer, lambda net, x: net(x).mean(), Precision("fp32", CPU))
     assert step([(torch.ones(4, 6).double(), 4)], 4) is None
     kept = model.mean.clone()
     assert step([(torch.full((4, 6), torch.nan).double(), 4)], 4) is not None

@@ -12,7 +12,7 @@ from uneven.config import RunConfig, Task
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.launch.requests import Requests
-from uneven.step.eager import EagerStep
+from uneven.step.eager import DerivedStep, EagerStep
 from uneven.train.segment import Segment, train_in_segments
 from uneven.train.worker import RankInfo, Worker
 
@@ -75,16 +75,16 @@ def test_a_local_policy_ends_its_segments_with_a_round_of_all_ranks() -> None:
 
 
 def test_a_worker_trains_with_the_step_that_it_was_given() -> None:
-    class CountingStep(EagerStep):
+    class CountingStep(DerivedStep):
         calls = 0
 
-        def sum_gradients(self, *args: Any, **settings: Any) -> Any:
+        def forward_backward(self, *args: Any, **settings: Any) -> Any:
             CountingStep.calls += 1
-            return super().sum_gradients(*args, **settings)
+            return super().forward_backward(*args, **settings)
 
     def make_step(worker: Worker) -> EagerStep:
         own = worker.engine.eager
-        step = CountingStep(own.model, own.optimizer, own.train_step, own.precision, own.meter, own.max_grad_norm)
+        step = CountingStep(own)
         step.reducer = own.reducer
         return step
 

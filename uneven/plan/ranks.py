@@ -83,7 +83,6 @@ class _Own:
         self.slowest_ms = 0.0  # a step of the slowest rank; the same on all of them
         self.batch = min(config.batch_size * config.accumulate, self.engine.axis.samples)
         self._seen: set[int] = set()  # sizes that have run before
-        self._graphs = {self.batch: self.engine.graph}  # with compile="graph" a captured step for each size
 
     def facts(self) -> dict[str, Any]:
         engine, worker = self.engine, self._worker
@@ -140,7 +139,9 @@ class _Own:
         engine, clock = self.engine, self._worker.recorder.clock
         stream = engine.feed.stream(self._parts(samples))
         times: list[float] = []
-        self._use_graph(samples)
+        part = next(self._parts(samples))
+        if not engine.eager.is_prepared(part.sizes, samples):
+            capture(engine, part)  # eagerly half the samples would seem to take as long as all
         if samples not in self._seen:
             self._step(stream)
             engine.run_ahead.drain()
@@ -154,13 +155,6 @@ class _Own:
         # On a GPU the host runs ahead of the device: the whole stretch has the true mean.
         total_ms = (time.perf_counter() - began) * 1e3
         return [ms * total_ms / sum(times) for ms in times]
-
-    def _use_graph(self, samples: int) -> None:
-        """A step of a size that is not captured runs eagerly: half the samples would seem to take as long as all."""
-        engine = self.engine
-        if samples not in self._graphs and engine.graph is not None:
-            capture(engine, next(self._parts(samples)))
-        engine.graph = self._graphs.setdefault(samples, engine.graph)
 
     def _step(self, stream: Iterator[Any]) -> None:
         engine = self.engine

@@ -1,4 +1,4 @@
-"""Forward and backward as CUDA graphs, for steps of several ranks; the update is another graph (captured_update.py).
+"""A step of several ranks as CUDA graphs: forward and backward are one, the update is another (captured_optimizer.py).
 
 The gather, the augmentation, the loss scale, the loss meter, the backup of buffers and the check for numbers that are
 not finite are captured with them; gradients are added into the reducer's buckets, whose addresses do not change. There
@@ -12,6 +12,7 @@ because in a step all ranks would wait for it.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,10 @@ from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.buckets import UNLIMITED, Bucket
 from uneven.parallel.reducer import Reducer
-from uneven.step.capture import Capture, InputMicros, refuse_assigned
-from uneven.step.captured_model import CapturedModel
-from uneven.step.captured_update import CapturedUpdate, make_captured_update
-from uneven.step.eager import EagerStep
-from uneven.step.finite import Fault, OwnCheck
+from uneven.step.capture import Capture, CapturedModel, InputMicros, refuse_assigned
+from uneven.step.captured_optimizer import CapturedUpdate, make_captured_update
+from uneven.step.eager import DerivedStep, EagerStep, Rows, Stats, split_checks
+from uneven.step.finite import OwnCheck, Verdict
 
 MAX_GRAPHS = 16  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
@@ -44,105 +44,113 @@ class _Graph:
     check: Tensor  # this rank's OwnCheck, written by the replay
 
 
-class CapturedBackward:
-    """Stands in for `EagerStep.first_half`, with inputs in place of batches.
+class CapturedStep(DerivedStep):
+    """Life cycle: made before the group forms, with a `rehearsal`; then `prepare` for sizes to come, and steps.
 
-    Invariant: all graphs write into the buckets of `eager.reducer`, which must not overlap: a graph cannot hold
-    collectives that are started while backward runs.
+    Invariant: all graphs write into the buckets of `reducer`, which must not overlap: a graph cannot hold collectives
+    that are started while backward runs.
     """
 
+    is_captured = True
+    untimed_steps = 2  # the first of a size runs eagerly, the second records the graph
+
     def __init__(self, eager: EagerStep, open_batch: Callable[[Inputs], Batch]) -> None:
-        self._eager = eager
+        super().__init__(eager)
         self._open_batch = open_batch
         self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
         self._buckets: list[Bucket] | None = None  # that the graphs add gradients into
         self._seen: set[tuple[int, ...]] = set()  # sizes
-        self._held = HeldBuffers(eager.model)
-        self._update = make_captured_update(eager, eager.precision.device)
-        self.is_replayed = False  # whether the last call was a replay and nothing else
+        self._held = HeldBuffers(self.model)
+        self._update = make_captured_update(self)
+        self.is_replayed = False  # whether the last step was a replay and nothing else
 
-    def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor:
-        sizes = tuple(samples for _, samples in inputs)
-        self._follow_group()
-        self.is_replayed = (sizes, slot_samples) in self._graphs
-        if sizes not in self._seen:
-            self._seen.add(sizes)
-            check = self._run_eagerly(inputs, slot_samples)
-        else:
-            check = self._replay(inputs, sizes, slot_samples)
-        if (update := self.update) is not None:
+    def forward_backward(
+        self, inputs: Sequence[tuple[Any, int]], slot_samples: int, stats: Stats
+    ) -> tuple[Rows, list[OwnCheck]]:
+        check = self._first_half(inputs, slot_samples)
+        if (update := self.captured_update) is not None:
             update.read_settings()
-        return check
+        return split_checks(self._sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: check))
 
-    def _replay(self, inputs: InputMicros, sizes: tuple[int, ...], slot_samples: int) -> Tensor:
-        graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
-        self._keep(sizes, slot_samples, graph)
-        graph.model.check()
-        graph.capture.replay(inputs)
-        self._eager.mark_begun()
-        self._reducer.replayed(graph.used)
-        return graph.check
+    def exchange(self, slot_samples: int, stats: Stats) -> Rows:
+        self.cancel()
+        rows, _ = super().forward_backward([], slot_samples, stats)
+        self.cancel()
+        return rows
 
-    @property
-    def update(self) -> CapturedUpdate | None:
-        """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
-        return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
+    def apply(self, counts: Tensor | None) -> None:
+        (self.captured_update or super().apply)(counts)
 
-    def has(self, sizes: Sequence[int], slot_samples: int) -> bool:
-        """Whether a step of these micro-batches is captured."""
-        return (tuple(sizes), slot_samples) in self._graphs
-
-    def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
-        """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""
-        self._follow_group()
-        sizes = tuple(samples for _, samples in inputs)
-        check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
-        if self.update is not None:
-            total = torch.ones((), dtype=torch.float64) if check.has_count else None
-            self.update(total)  # the first makes the optimizer's state, the second is captured
-            self.update(total)
-        self._eager.cancel()
-        self._seen.add(sizes)
-        self._keep(sizes, slot_samples, self._record(inputs, slot_samples))
-        self._eager.cancel()
+    def start_alone(self, inputs: Sequence[tuple[Any, int]], slot_samples: int) -> Verdict:
+        """In a rehearsal as the steps to come; eagerly on the last rank that is left of a group."""
+        if self.reducer is None:
+            return super().start_alone(self._open(inputs), slot_samples)
+        _, checks = self.forward_backward(inputs, slot_samples, lambda: ())
+        fault = self.update(checks)
+        return lambda: fault
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Inside, this rank has a reducer of its own, so that steps can be captured before the group forms."""
-        params, num_stats = self._eager.model.parameters(), len(OwnCheck._fields)
-        reducer = Reducer(params, SoloGroup(), UNLIMITED, overlap=False, num_stats=num_stats)
-        self._eager.reducer = reducer
+        params, num_stats = self.model.parameters(), len(OwnCheck._fields)
+        self.reducer = Reducer(params, SoloGroup(), UNLIMITED, overlap=False, num_stats=num_stats)
         try:
             yield
         finally:
-            reducer.close()
-            self._eager.reducer = None
+            self.reducer.close()
+            self.reducer = None
             self._graphs.clear()  # they write into buckets that are gone
             if self._update is not None:
                 self._update.clear()
 
-    def rehearse(self, inputs: InputMicros, slot_samples: int) -> Fault | None:
-        """A step of this rank alone, captured as the steps to come."""
-        _, checks = self._eager.sum_gradients(inputs, slot_samples, lambda: (), self)
-        return self._eager.finish(checks, self.update)
-
     @property
-    def _reducer(self) -> Reducer:
-        reducer = self._eager.reducer
-        assert reducer is not None, "captured only where gradients are summed over ranks"
-        assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
-        return reducer
+    def captured_update(self) -> CapturedUpdate | None:
+        """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
+        return None if self._update is None or self._update.optimizer is not self.optimizer else self._update
+
+    def is_prepared(self, sizes: Sequence[int], slot_samples: int) -> bool:
+        return (tuple(sizes), slot_samples) in self._graphs
+
+    def prepare(self, inputs: Sequence[tuple[Any, int]], slot_samples: int) -> None:
+        """Capture both halves of a step before it is needed."""
+        self._follow_group()
+        check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
+        if (update := self.captured_update) is not None:
+            total = torch.ones((), dtype=torch.float64) if check.has_count else None
+            update(total)  # the first makes the optimizer's state, the second is captured
+            update(total)
+        self.cancel()
+        self._seen.add(_sizes(inputs))
+        self._keep((_sizes(inputs), slot_samples), self._record(inputs, slot_samples))
+        self.cancel()
+
+    def _first_half(self, inputs: InputMicros, slot_samples: int) -> Tensor:
+        """Everything before the sum over ranks: gradients in the reducer's buckets; returns this rank's OwnCheck."""
+        key = _sizes(inputs), slot_samples
+        self._follow_group()
+        self.is_replayed = key in self._graphs
+        if key[0] not in self._seen:
+            self._seen.add(key[0])
+            return self._run_eagerly(inputs, slot_samples)
+        graph = self._graphs.pop(key, None) or self._record(inputs, slot_samples)
+        self._keep(key, graph)
+        graph.model.check()
+        graph.capture.replay(inputs)
+        self._has_begun = True  # in the graph, for the device alone
+        self._sums.replayed(graph.used)
+        return graph.check
 
     def _follow_group(self) -> None:
         """Forget all graphs if the world size has changed, and the buckets with it."""
-        reducer = self._reducer
+        reducer = self._sums
+        assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
         reducer.follow_group()
         if reducer.buckets is not self._buckets:
             self._graphs.clear()
             self._buckets = reducer.buckets
 
-    def _keep(self, sizes: tuple[int, ...], slot_samples: int, graph: _Graph) -> None:
-        self._graphs[sizes, slot_samples] = graph
+    def _keep(self, key: Sizes, graph: _Graph) -> None:
+        self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
 
@@ -152,10 +160,18 @@ class CapturedBackward:
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
         refuse_assigned(self._held)
-        return _Graph(capture, CapturedModel(self._eager.model), self._reducer.used, check)
+        return _Graph(capture, CapturedModel(self.model), self._sums.used, check)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
-        return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
+        counts = self._backward_once(self._open(inputs), slot_samples)
+        return self.sent_check(counts, self._sums.largest_gradient())
+
+    def _open(self, inputs: InputMicros) -> list[tuple[Batch, int]]:
+        return [(self._open_batch(micro), samples) for micro, samples in inputs]
+
+
+def _sizes(inputs: InputMicros) -> tuple[int, ...]:
+    return tuple(samples for _, samples in inputs)
 
 
 def check_capturable(batchnorm_sync: BatchNormSync) -> None:

@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from uneven.config import TrainStep
 from uneven.data.tensors import Batch
+from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.reducer import Reducer
 from uneven.step.finite import (
@@ -25,30 +27,43 @@ from uneven.step.finite import (
     Cause,
     Fault,
     OwnCheck,
+    Verdict,
     find_fault,
     largest_of,
     largest_unless_finite,
     total_count,
 )
-from uneven.step.loss import read_loss, warn_of_fraction
-from uneven.step.meter import LossMeter
+from uneven.step.loss import LossMeter, read_loss, warn_of_fraction
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
-from uneven.step.trained_params import TrainedParams
 
-# (batches or inputs, the slot's samples) -> the rank's OwnCheck, on its device
-FirstHalf = Callable[[Sequence[tuple[Any, int]], int], Tensor]
-Update = Callable[[Tensor | None], None]  # of the total count, on the host, that gradients are divided by, if any
+Stats = Callable[[], Sequence[float]]  # this rank's numbers for the other ranks
+Rows = list[list[float]]  # every rank's
 BeforeStep = Callable[[nn.Module, Optimizer], object]  # called with the summed gradients in place
+
+
+@dataclass(frozen=True)
+class BeforeUpdate:
+    """What happens to the summed gradients: the user's function sees them, then they are clipped."""
+
+    function: BeforeStep | None = None
+    max_grad_value: float | None = None
+    max_grad_norm: float | None = None
 
 
 class EagerStep:
     """Life cycle: called with (batches, slot_samples) once per slot; losses are added up in `meter`.
 
-    A step of several ranks is `sum_gradients` and then `finish`; for it `reducer` is set when the group has formed.
+    A step of several ranks is `forward_backward` and then `update`; for it `reducer` is set when the group has formed.
     A loop of the user's own may run micro-batches ahead of the step, one by one: `accumulate`.
     A step that is not finite leaves no trace: [Note: steps that are not finite] in finite.py.
+    Other forms of a step (captured.py, graph.py, several.py, strategy_step.py) are made from this one and take its
+    place: whoever trains calls the same methods and does not know which it is.
     """
+
+    is_captured = False  # takes inputs in place of batches, which it opens inside its graph
+    answers_late = False  # whether a step was finite is known when the device has done it
+    untimed_steps = 1  # of a new size, before their time is measured
 
     def __init__(
         self,
@@ -56,22 +71,16 @@ class EagerStep:
         optimizer: Optimizer,
         train_step: TrainStep,
         precision: Precision,
-        meter: LossMeter,
-        max_grad_norm: float | None,
+        before_update: BeforeUpdate | None = None,
         batchnorm_sync: BatchNormSync | None = None,
-        *,
-        max_grad_value: float | None = None,
-        before_step: BeforeStep | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.train_step = train_step
         self.precision = precision
-        self.meter = meter
-        self.max_grad_norm = max_grad_norm
+        self.before_update = before_update or BeforeUpdate()
         self.batchnorm_sync = batchnorm_sync or BatchNormSync()
-        self.max_grad_value = max_grad_value
-        self.before_step = before_step
+        self.meter = LossMeter(precision.device)
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
         self._has_counted = False  # the first count is looked at: later ones are left where they are, on the device
@@ -82,13 +91,31 @@ class EagerStep:
         self._trained: TrainedParams | None = None  # where ranks train together
         self._limit: float | None = None
 
+    def start_alone(self, inputs: Sequence[tuple[Any, int]], slot_samples: int) -> Verdict:
+        """A step of this rank alone; returns why it was skipped, if it was, where that is known later."""
+        fault = self(inputs, slot_samples)
+        return lambda: fault
+
+    def is_prepared(self, sizes: Sequence[int], slot_samples: int) -> bool:
+        """Whether a step of these micro-batches needs no `prepare`."""
+        del sizes, slot_samples
+        return True
+
+    def prepare(self, inputs: Sequence[tuple[Any, int]], slot_samples: int) -> None:
+        """Do beforehand what the first step of these sizes needs; inside `no_trace(keep_optimizer_tensors=True)`."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Around steps of this rank alone, before the group forms."""
+        return nullcontext()
+
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
         """A step of this rank alone; returns why it was skipped, if it was."""
         counts = self._backward_once(batches, slot_samples)
         # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step. A function
         # of the user's, or a clip by value, must not see or hide what is not finite.
         is_scaled = self.precision.scaler.is_enabled()
-        is_late = is_scaled or self.before_step is not None or self.max_grad_value is not None
+        before = self.before_update
+        is_late = is_scaled or before.function is not None or before.max_grad_value is not None
         norm = None if is_late else self.prepare_update(counts)
         largest = None if is_scaled else self._own_gradients(norm)
         if self._is_on_host:
@@ -103,7 +130,7 @@ class EagerStep:
             return fault
         if is_late:
             self.prepare_update(counts)
-        self.apply_update()
+        self.step_optimizer()
         return None
 
     def begin(self) -> None:
@@ -137,22 +164,13 @@ class EagerStep:
         self._has_begun = False
         self.backup().restore()
 
-    def sum_gradients(
-        self,
-        batches: Sequence[tuple[Batch, int]],
-        slot_samples: int,
-        stats: Callable[[], Sequence[float]],
-        first_half: FirstHalf | None = None,
-    ) -> tuple[list[list[float]], list[OwnCheck]]:
-        """Backward, and gradients summed over ranks; `finish` ends the step.
+    def forward_backward(
+        self, batches: Sequence[tuple[Any, int]], slot_samples: int, stats: Stats
+    ) -> tuple[Rows, list[OwnCheck]]:
+        """Forward and backward, and gradients summed over ranks; `update` ends the step.
 
         Returns every rank's statistics (this rank's `stats` is called just before the last bucket is sent) and check.
-        `first_half` replaces the method of that name, which sends nothing meanwhile; its inputs then take the place of
-        batches.
         """
-        if first_half is not None:
-            check = first_half(batches, slot_samples)
-            return split_checks(self._sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: check))
         counts, sums = self._backward_once(batches, slot_samples), self._sums
         if self._is_on_host:
             own = self._host_check(counts, sums.largest_gradient())  # own work: before `stats` takes the time
@@ -161,25 +179,20 @@ class EagerStep:
             sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: self.sent_check(counts, sums.largest_gradient()))
         )
 
-    def first_half(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
-        """Everything before the sum over ranks: gradients in the reducer's buckets; returns this rank's OwnCheck."""
-        counts = self._backward_once(batches, slot_samples)
-        return self.sent_check(counts, self._sums.largest_gradient())
+    def exchange(self, slot_samples: int, stats: Stats) -> Rows:
+        """A sum of zeros in place of a step's: the other ranks are waiting in that one. Returns their statistics."""
+        self.cancel()
+        rows, _ = self.forward_backward([], slot_samples, stats)
+        self.cancel()
+        return rows
 
-    def mark_begun(self) -> None:
-        """A step has begun by the replay of a CUDA graph, which holds `first_half`."""
-        self._has_begun = True
-
-    def finish(self, checks: Sequence[OwnCheck], update: Update | None = None) -> Fault | None:
-        """The second half of a step of all ranks: the update, or the reason why all of them skip it.
-
-        `update` replaces the method of that name.
-        """
+    def update(self, checks: Sequence[OwnCheck]) -> Fault | None:
+        """The second half of a step of all ranks: the update, or the reason why all of them skip it."""
         fault = self.fault_of(checks)
         if fault is None:
             self.meter.known = [own.losses for own in checks]
             total = total_count(checks)
-            (update or self.update)(None if total is None else torch.tensor(total, dtype=torch.float64))
+            self.apply(None if total is None else torch.tensor(total, dtype=torch.float64))
         else:
             self.skip()
         return fault
@@ -271,10 +284,10 @@ class EagerStep:
             for param in self.model.parameters():
                 param.grad = None  # a view of a bucket
 
-    def update(self, counts: Tensor | None) -> None:
-        """The update by gradients that are known to be finite."""
+    def apply(self, counts: Tensor | None) -> None:
+        """The update by gradients that are known to be finite; `counts`, if there are any, is on the host."""
         self.prepare_update(counts)
-        self.apply_update()
+        self.step_optimizer()
 
     def prepare_update(self, counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count and clip them; returns their norm where it was computed."""
@@ -294,20 +307,21 @@ class EagerStep:
             # Half precision would round a count, or overflow; and a complex one cannot divide what is real.
             is_exact = {grad.dtype for grad in grads} in ({torch.float32}, {torch.float64})
             torch._foreach_div_(grads, counts.to(grads[0].dtype) if is_exact else counts)
-        if self.before_step is not None:
+        before = self.before_update
+        if before.function is not None:
             with torch.no_grad():
-                self.before_step(self.model, optimizer)
-        if self.max_grad_value is not None:
-            torch.nn.utils.clip_grad_value_(params, self.max_grad_value)
-        if self.max_grad_norm is None:
+                before.function(self.model, optimizer)
+        if before.max_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(params, before.max_grad_value)
+        if before.max_grad_norm is None:
             return None
-        return torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+        return torch.nn.utils.clip_grad_norm_(params, before.max_grad_norm)
 
     def _is_prepared_by(self, counts: Tensor | None) -> bool:
         """Whether anything happens to the gradients before the update."""
-        return any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm))
+        return counts is not None or self.before_update != BeforeUpdate()
 
-    def apply_update(self) -> None:
+    def step_optimizer(self) -> None:
         self.precision.step(self.optimizer)
         self.end_update()  # not before: a group that is lost inside a sharded step leaves it undecided
 
@@ -369,7 +383,55 @@ class EagerStep:
         return self._made_backup
 
 
-def split_checks(rows: list[list[float]]) -> tuple[list[list[float]], list[OwnCheck]]:
+class DerivedStep(EagerStep):
+    """Another form of a step: works on what `eager` works on, and takes its place."""
+
+    def __init__(self, eager: EagerStep) -> None:
+        super().__init__(
+            eager.model,
+            eager.optimizer,
+            eager.train_step,
+            eager.precision,
+            eager.before_update,
+            eager.batchnorm_sync,
+        )
+        self.meter = eager.meter
+
+
+class TrainedParams:
+    """The params that a run trains are fixed when its group has formed; what is unfrozen or added later is refused.
+
+    The reducers and averages of all policies list the params once: their buffers have one layout for the whole run. A
+    param beside them would be trained by each rank for itself, and the replicas would drift apart without a word.
+    Freezing a param later is allowed: it is unused.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        self._known = set(model.parameters())
+        self._count = sum(len(group["params"]) for group in optimizer.param_groups)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """InputError where another param would be trained than those that the ranks have in common."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise InputError(
+                    f"{name} was unfrozen while the run is on: its gradients are not summed over the ranks; set "
+                    "requires_grad before the run begins (with a param group of lr=0 for what is to learn later), or "
+                    "train the second stage in a run of its own"
+                )
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != self._count:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if param not in self._known:
+                    raise InputError(
+                        f"a param of shape {tuple(param.shape)} was added to the optimizer while the run is on: its "
+                        "gradients are not summed over the ranks; add it to model and optimizer before the run begins"
+                    )
+            self._count = count
+
+
+def split_checks(rows: Rows) -> tuple[Rows, list[OwnCheck]]:
     """Take the checks off the ends of the ranks' rows."""
     size = len(OwnCheck._fields)
     return [row[:-size] for row in rows], [OwnCheck(*row[-size:]) for row in rows]

@@ -21,7 +21,7 @@ from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
-from uneven.step.eager import EagerStep, FirstHalf, Update
+from uneven.step.eager import DerivedStep, EagerStep, Rows, Stats
 from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
 
 _ABSENT, _END, _FIRST = 0, 1, 2  # what a rank names in an exchange; _FIRST + place is an update
@@ -116,16 +116,12 @@ class _MergedState(MutableMapping[Tensor, Any]):
         return sum(map(len, self._states))
 
 
-class SeveralSteps(EagerStep):
+class SeveralSteps(DerivedStep):
     """Life cycle: as EagerStep; in an exact policy on several ranks `connect` once, when the group has formed."""
 
     def __init__(self, eager: EagerStep, optimizers: OptimizerGroup) -> None:
-        super().__init__(
-            *(eager.model, optimizers, eager.train_step, eager.precision, eager.meter, eager.max_grad_norm),
-            max_grad_value=eager.max_grad_value,
-            before_step=eager.before_step,
-        )
-        self.optimizers = optimizers
+        super().__init__(eager)
+        self.optimizer = self.optimizers = optimizers
         self._params: dict[str, list[nn.Parameter]] = {
             name: [p for settings in member.param_groups for p in settings["params"] if p.requires_grad]
             for name, member in optimizers.members.items()
@@ -145,7 +141,10 @@ class SeveralSteps(EagerStep):
         enter: Callable[[Any], object],
     ) -> None:
         """`is_leaving(row)`: whether a rank's statistics say that it leaves the slot; `enter(state)` records time."""
-        self._group, self._num_stats, self._is_leaving, self._enter = group, num_stats, is_leaving, enter
+        self._group = group
+        self._num_stats = num_stats
+        self._is_leaving = is_leaving
+        self._enter = enter
         self._reducers = {
             name: Reducer(params, group, UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields))
             for name, params in self._params.items()
@@ -177,17 +176,13 @@ class SeveralSteps(EagerStep):
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
         """The end of a slot on a rank that steps by itself: its updates are done, or were not finite."""
         del batches, slot_samples
-        return self.finish([])
+        return self.update([])
 
-    def sum_gradients(
-        self,
-        batches: Sequence[tuple[Batch, int]],
-        slot_samples: int,
-        stats: Callable[[], Sequence[float]],
-        first_half: FirstHalf | None = None,
-    ) -> tuple[list[list[float]], list[OwnCheck]]:
+    def forward_backward(
+        self, batches: Sequence[tuple[Batch, int]], slot_samples: int, stats: Stats
+    ) -> tuple[Rows, list[OwnCheck]]:
         """The end of a slot: exchange statistics; a rank without samples takes part in the others' updates first."""
-        del slot_samples, first_half
+        del slot_samples
         self._begin_once()
         own = list(stats())
         while True:
@@ -199,9 +194,9 @@ class SeveralSteps(EagerStep):
             self._zero(name)
             self._sum_and_update(name)
 
-    def finish(self, checks: Sequence[OwnCheck], update: Update | None = None) -> Fault | None:
+    def update(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """The end of a slot, whose updates are done; returns why one of them was skipped, with all that followed."""
-        del checks, update
+        del checks
         fault, self._fault = self._fault, None
         if fault is None and self._losses:
             self.meter.known = self._losses

@@ -5,7 +5,7 @@ The strategy sums gradients while backward runs and keeps them where it wants, s
 their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,11 +17,11 @@ from uneven.data.tensors import Batch
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
 from uneven.parallel.tensor_parallel import SequenceParallel, TensorParallel
-from uneven.step.eager import EagerStep, FirstHalf, split_checks
+from uneven.step.eager import DerivedStep, EagerStep, Rows, Stats, split_checks
 from uneven.step.finite import GradientWatch, OwnCheck
 
 
-class StrategyStep(EagerStep):
+class StrategyStep(DerivedStep):
     """Takes the place of the EagerStep it is made from. A micro-batch of None is a rank's step without samples.
 
     `is_model_parallel`: all ranks train the same samples, so only rank 0's count is added up.
@@ -29,29 +29,21 @@ class StrategyStep(EagerStep):
 
     def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool = False) -> None:
         plain = eager.plain if isinstance(eager, StrategyStep) else eager
-        super().__init__(
-            strategy.module,
-            strategy.optimizer,
-            self._first_step if isinstance(strategy, FSDP | SequenceParallel) else plain.train_step,
-            eager.precision,
-            eager.meter,
-            eager.max_grad_norm,
-            eager.batchnorm_sync,
-        )
-        self._strategy, self._group = strategy, group
+        super().__init__(plain)
         self.plain: EagerStep = plain  # of a rank that is left alone
+        self.model = strategy.module
+        self.optimizer = strategy.optimizer
+        if isinstance(strategy, FSDP | SequenceParallel):
+            self.train_step = self._first_step
+        self._strategy = strategy
+        self._group = group
         self._is_model_parallel = is_model_parallel
         self._is_first = True  # no gradients have been compared yet
         self._watch = GradientWatch(strategy.module.parameters())
 
-    def sum_gradients(
-        self,
-        batches: Sequence[tuple[Batch | None, int]],
-        slot_samples: int,
-        stats: Callable[[], Sequence[float]],
-        first_half: FirstHalf | None = None,
-    ) -> tuple[list[list[float]], list[OwnCheck]]:
-        assert first_half is None, "captured steps need whole params"
+    def forward_backward(
+        self, batches: Sequence[tuple[Batch | None, int]], slot_samples: int, stats: Stats
+    ) -> tuple[Rows, list[OwnCheck]]:
         counts = self._backward_once(batches, slot_samples)
         if self._is_first and batches and isinstance(self._strategy, TensorParallel):
             self._is_first = False
@@ -64,7 +56,8 @@ class StrategyStep(EagerStep):
     def prepare_update(self, counts: Tensor | None) -> Tensor | None:
         if counts is not None:
             self._strategy.scale(1.0 / counts)
-        return None if self.max_grad_norm is None else self._strategy.clip(self.max_grad_norm)
+        most = self.before_update.max_grad_norm
+        return None if most is None else self._strategy.clip(most)
 
     def close(self) -> None:
         super().close()

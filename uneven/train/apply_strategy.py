@@ -123,7 +123,7 @@ def _make_replicated(
         bucket_mb=engine.config.bucket_mb,
         # SyncBatchNorm's collectives in backward need one order on all ranks, so no bucket may be sent in between;
         # and a captured backward cannot send anything.
-        overlap=not engine.batchnorm_sync.layers and engine.captured is None,
+        overlap=not engine.batchnorm_sync.layers and not engine.eager.is_captured,
         num_stats=num_stats,
         redundancy=engine.config.redundancy if name in SHARDED else 0,
         machines=engine.rank_info.roster.machines,
@@ -140,7 +140,7 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
     config = engine.config
     memory = _memory_shares(engine, group)
     is_asked = config.strategy not in (None, "zero1") or config.bucket_mb is not None
-    sums = not (is_asked or engine.captured is not None or config.precision == "fp16")
+    sums = not (is_asked or engine.eager.is_captured or config.precision == "fp16")
     plain = engine.task.make_optimizer(engine.model.parameters())  # the engine's own may have a schedule's rates
     assert isinstance(plain, MuonAdamW)
     optimizer = plain.over(group, memory=memory, speed=speeds, sums_gradients=sums)

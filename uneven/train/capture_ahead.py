@@ -20,8 +20,8 @@ Shares = Callable[[int, int], Sequence[int]]  # (slot, its samples) -> every ran
 
 def capture_ahead(engine: Engine, shares: Shares, is_moving: bool) -> None:
     """`is_moving`: the policy may move the shares. Each rank for itself."""
-    captured = engine.captured
-    if captured is None:
+    step = engine.eager
+    if not step.is_captured or engine.rank_info.world_size == 1:
         return
     rank, axis = engine.rank_info.rank, engine.axis
     full, last = axis.slot(0), axis.slot(axis.slots_per_epoch - 1)
@@ -29,15 +29,15 @@ def capture_ahead(engine: Engine, shares: Shares, is_moving: bool) -> None:
     sizes = {full.samples: around(own, full.samples) if is_moving else [own]}
     sizes.setdefault(last.samples, [shares(engine.trained, last.samples)[rank]])
     parts = [(_part(engine, samples), slot_samples) for slot_samples, wanted in sizes.items() for samples in wanted]
-    missing = [(part, slot_samples) for part, slot_samples in parts if not captured.has(part.sizes, slot_samples)]
+    missing = [(part, slot_samples) for part, slot_samples in parts if not step.is_prepared(part.sizes, slot_samples)]
     if not missing:
         return
     state = engine.recorder.state
     engine.recorder.enter("compile")
-    with no_trace(engine.eager, engine.device, keep_optimizer_tensors=True):
+    with no_trace(step, engine.device, keep_optimizer_tensors=True):
         streamed = engine.feed.stream([part for part, _ in missing])
         for (_, micros), (_, slot_samples) in zip(streamed, missing, strict=True):
-            captured.capture_ahead(micros, slot_samples)
+            step.prepare(micros, slot_samples)
     engine.run_ahead.drain()
     engine.recorder.enter(state)
 

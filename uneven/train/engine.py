@@ -27,11 +27,9 @@ from uneven.policy.packed import pack_log, pack_rounds
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale
 from uneven.results.state import read_structure
-from uneven.step.captured import CapturedBackward
-from uneven.step.eager import EagerStep, adapt_before_step
+from uneven.step.captured import CapturedStep
+from uneven.step.eager import BeforeUpdate, EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict
-from uneven.step.graph import GraphStep
-from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.products import check_slice
 from uneven.step.runahead import DEPTH as RUN_AHEAD
@@ -71,21 +69,15 @@ class Engine:
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.optimizer_made = describe_made(self.optimizer)  # before a strategy puts its own in its place
         self.settle_axis(config)
-        self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
             self.optimizer,
             task.train_step,
             Precision(config.precision, self.device),
-            self.meter,
-            config.max_grad_norm,
+            BeforeUpdate(adapt_before_step(task.before_step), config.max_grad_value, config.max_grad_norm),
             self.batchnorm_sync,
-            max_grad_value=config.max_grad_value,
-            before_step=adapt_before_step(task.before_step),
         )
-        # With compile="graph" one of the two, see `use_captured`.
-        self.graph: GraphStep | None = None
-        self.captured: CapturedBackward | None = None
+        self.meter = self.eager.meter
         self.feed: Feed = make_feed(
             *(task.dataset, self.device, config.seed, config.batch_size, config.num_workers),
             is_rank=needs_ranks(rank_info.devices),
@@ -165,13 +157,6 @@ class Engine:
         """Train with this step in place of our own."""
         self.eager = step
 
-    def use_captured(self, step: GraphStep | CapturedBackward) -> None:
-        """Train with CUDA graphs: of the whole step, or of forward and backward up to the gradient sum."""
-        if isinstance(step, GraphStep):
-            self.graph = step
-        else:
-            self.captured = step
-
     def connect_batchnorm(self, group: Group) -> None:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
         self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter
@@ -186,7 +171,7 @@ class Engine:
 
     def open(self, micros: Micros) -> Micros:
         """Inputs -> batches on the device. A captured step does this itself, inside the graph."""
-        if self.graph is not None or self.captured is not None:
+        if self.eager.is_captured:
             return micros
         return [(self.feed.open(inputs), samples) for inputs, samples in micros]
 
@@ -222,7 +207,7 @@ class Engine:
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
         """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""
-        verdict = self._run_step(part, micros)
+        verdict = self.eager.start_alone(micros, part.samples)
         self.simulate_slowdown(began_ns)
         rank = self.rank_info.rank
 
@@ -231,13 +216,6 @@ class Engine:
             return None if fault is None else fault._replace(rank=rank)  # the step knows one rank, which is 0 to it
 
         return own_verdict
-
-    def _run_step(self, part: Part, micros: Micros) -> Verdict:
-        if self.graph is not None:
-            return self.graph(micros, part.samples)
-        step = self.eager if self.captured is None else self.captured.rehearse
-        fault = step(micros, part.samples)
-        return lambda: fault
 
     def after_step(self, began_ns: int) -> None:
         """Keep the host at most a few steps ahead of the device; GradientSync waits for the device in every step."""
@@ -249,8 +227,8 @@ class Engine:
 
         A CUDA device chooses kernels when a size is new, and capturing a graph takes much longer than replaying it.
         """
-        if self.captured is not None:
-            return not self.captured.is_replayed
+        if isinstance(self.eager, CapturedStep):
+            return not self.eager.is_replayed
         sizes = tuple(part.sizes)
         is_new = self.device.type == "cuda" and sizes not in self._seen_sizes
         self._seen_sizes.add(sizes)
@@ -282,7 +260,7 @@ class Engine:
         self.trained = position
         self.samples += part.samples
         self.dropped.add(part, verdict)
-        return self.settle_steps(ahead=0 if self.graph is None else RUN_AHEAD)
+        return self.settle_steps(ahead=RUN_AHEAD if self.eager.answers_late else 0)
 
     def settle_steps(self, ahead: int = 0) -> list[BadStep]:
         """The bad steps among all but the last `ahead` ones; each is returned once."""

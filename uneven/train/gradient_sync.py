@@ -215,11 +215,9 @@ class GradientSync:
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A gradient sum of zeros in place of the next step's: the other ranks are waiting in that one."""
         engine = self.engine
-        engine.eager.cancel()
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
-        rows, _ = engine.eager.sum_gradients([], samples, lambda: own)
-        engine.eager.cancel()
+        rows = engine.eager.exchange(samples, lambda: own)
         return [RankStatus(int(StepStats(*row).status)) for row in rows]
 
     def average_buffers(self) -> None:
@@ -280,9 +278,7 @@ class GradientSync:
         Returns whether any rank was asked to stop, and whether the step was finite.
         """
         engine, slot, recorder = self.engine, part.slot, self.engine.recorder
-        rows, checks = engine.eager.sum_gradients(
-            micros, slot.samples, lambda: self._stats_of_step(part), engine.captured
-        )
+        rows, checks = engine.eager.forward_backward(micros, slot.samples, lambda: self._stats_of_step(part))
         summed_ns = recorder.clock()
         self._timer.start(summed_ns)
         stats = [StepStats(*row) for row in rows]
@@ -295,14 +291,14 @@ class GradientSync:
             self._is_skipping = True
             engine.eager.skip()
         else:  # before anything else: a device is idle until then
-            fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
+            fault = engine.eager.update(checks)
         if own.is_unrepresentative:
             recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=self._timer.busy_ms)
         self.busy_ms = [rank.busy_ms for rank in stats]
         self.wished = wished(rank.wish for rank in stats)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
         self._unnoted = None if self._is_skipping else (slot, stats)
-        if engine.captured is None:
+        if not engine.eager.is_captured:
             self._follow_speeds()
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
 

@@ -295,7 +295,7 @@ class LocalSGD:
         if status or self.windows.is_blocking:
             self.slot_schedule.settle()
         asked_ns = recorder.enter("compute")
-        if status or self.windows.is_blocking or engine.graph is not None:
+        if status or self.windows.is_blocking or engine.eager.answers_late:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
         tally.dropped += sum(bad.samples for bad, _ in engine.settle_steps())

@@ -10,7 +10,7 @@ between leave its model alone. Held by tests/bench/efficiency/test_segments.py.
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,7 +26,7 @@ from uneven.data.feed import make_feed
 from uneven.errors import InputError
 from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
-from uneven.step.eager import EagerStep, FirstHalf
+from uneven.step.eager import DerivedStep, Rows, Stats
 from uneven.step.evaluation import evaluate
 from uneven.step.finite import OwnCheck
 from uneven.step.precision import Precision
@@ -278,18 +278,15 @@ class SoloSegments:
     def close(self) -> None: ...
 
 
-class TorchDdpStep(EagerStep):
+class TorchDdpStep(DerivedStep):
     """The step of a worker that has joined its group, with gradients averaged by PyTorch's DDP."""
 
     def __init__(self, worker: Worker) -> None:
         own = worker.engine.eager
-        super().__init__(
-            *(own.model, own.optimizer, own.train_step, own.precision, own.meter, own.max_grad_norm),
-            own.batchnorm_sync,
-        )
+        super().__init__(own)
         own.close()  # our reducer's hooks leave the params before DDP's come
         self._worker = worker
-        self._ddp = TorchDdp(own.model, own.optimizer, own.train_step, own.max_grad_norm)
+        self._ddp = TorchDdp(own.model, own.optimizer, own.train_step, own.before_update.max_grad_norm)
         self._steps = 0
         self._ready_ns = 0  # when the last gradient of this rank's own was there
         self._is_waiting = False
@@ -313,14 +310,9 @@ class TorchDdpStep(EagerStep):
     def _note_gradient(self, _: torch.Tensor) -> None:
         self._ready_ns = self._worker.recorder.clock()
 
-    def sum_gradients(
-        self,
-        batches: Sequence[tuple[Any, int]],
-        slot_samples: int,
-        row: Callable[[], Sequence[float]],
-        first_half: FirstHalf | None = None,
-    ) -> tuple[list[list[float]], list[OwnCheck]]:
-        del first_half  # nothing is captured here
+    def forward_backward(
+        self, batches: Sequence[tuple[Any, int]], slot_samples: int, stats: Stats
+    ) -> tuple[Rows, list[OwnCheck]]:
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
         ((batch, samples),) = batches
@@ -334,7 +326,7 @@ class TorchDdpStep(EagerStep):
             recorder = self._worker.recorder
             recorder.enter("wait", self._ready_ns)
             recorder.enter("compute")
-        own = StepStats(*row())
+        own = StepStats(*stats())
         self._steps += 1
         is_checked = self._steps % STOP_CHECK_STEPS == 0
         # Two ranks that were both asked to stop must not add up to another status.

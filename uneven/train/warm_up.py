@@ -4,7 +4,6 @@ Called by the worker, and by benchmarks for a device alone, where `engine.can_wa
 afterwards as it was before (step/no_trace.py), but for its caps, captured graphs and what CUDA has chosen.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -16,7 +15,7 @@ from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
-from uneven.step.captured import CapturedBackward
+from uneven.step.captured import CapturedStep
 from uneven.step.costs import measure_cost
 from uneven.step.graph import GraphStep
 from uneven.step.no_trace import no_trace
@@ -129,13 +128,10 @@ def measure(engine: Engine) -> Cost:
         engine.local_step(part, engine.open(micros), began_ns)
         engine.run_ahead.drain()
 
-    # Of captured steps the first of a size runs eagerly and the second records the graph.
-    untimed = 1 if engine.captured is None else 2
-    captures = nullcontext() if engine.captured is None else engine.captured.rehearsal()
-    with engine.recorder.phase("measure"), no_trace(engine.eager, engine.device), captures:
+    with engine.recorder.phase("measure"), no_trace(engine.eager, engine.device), engine.eager.rehearsal():
         expected = _expected_samples(engine, slot.samples)
         samples = max(expected, min(engine.least, slot.samples))  # BatchNorm: alone as yet
-        cost = measure_cost(run_step, samples, engine.least, untimed=untimed)
+        cost = measure_cost(run_step, samples, engine.least, untimed=engine.eager.untimed_steps)
     engine.recorder.enter("setup")
     return replace(cost, cap=engine.caps[engine.rank_info.rank])
 
@@ -148,15 +144,15 @@ def capture(engine: Engine, part: Part) -> None:
     """
     if engine.rank_info.world_size == 1 or engine.config.is_local:
         ((part, micros),) = engine.feed.stream([part])
-        graph = GraphStep(engine.eager, engine.feed.open, engine.device)
-        engine.use_captured(graph)
-        graph.capture(micros, part.samples)
+        if not isinstance(engine.eager, GraphStep):
+            engine.use_step(GraphStep(engine.eager, engine.feed.open))
+        engine.eager.prepare(micros, part.samples)
         return
-    captured = CapturedBackward(engine.eager, engine.feed.open)
-    engine.use_captured(captured)
-    with no_trace(engine.eager, engine.device), captured.rehearsal():
+    step = CapturedStep(engine.eager, engine.feed.open)
+    engine.use_step(step)
+    with no_trace(step, engine.device), step.rehearsal():
         for _, micros in engine.feed.stream([part, part]):  # the first runs eagerly
-            captured.rehearse(micros, part.samples)
+            step.start_alone(micros, part.samples)
 
 
 def _run_eagerly(engine: Engine, part: Part, micros: Micros) -> None:

@@ -20,7 +20,7 @@ from uneven.errors import RefusedError
 from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
-from uneven.step.meter import LossMeter
+from uneven.step.loss import LossMeter
 from uneven.train.callbacks import CallbackInfo
 from uneven.train.elastic.settle_losses import exchange_losses
 from uneven.train.rank_info import RankInfo

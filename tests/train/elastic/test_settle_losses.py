@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from uneven.step.finite import OwnCheck
-from uneven.step.meter import LossMeter
+from uneven.step.loss import LossMeter
 from uneven.train.elastic.settle import Settlement, Standing
 from uneven.train.elastic.settle_losses import settled_losses, take_losses
 

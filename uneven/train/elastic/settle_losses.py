@@ -13,7 +13,7 @@ import torch
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.step.meter import LossMeter
+from uneven.step.loss import LossMeter
 
 Losses = list[tuple[float, float]]  # sum and count, of every rank's meter
 

@@ -1,7 +1,9 @@
-"""An optimizer as a CUDA graph can hold it: state and learning rates on the device, everything else a constant.
+"""The optimizer in captured steps: state and learning rates on the device, everything else a constant.
 
-Both captured updates use it: the whole step of one rank (graph.py) and the update after a gradient sum
-(captured_update.py).
+The step of one rank is one graph (graph.py); of several ranks the update is a graph of its own (`CapturedUpdate`).
+The first half (captured.py) ends with this rank's gradients in the reducer's buckets. Between the two the host waits
+for the other ranks, decides whether the step is finite, and sums the buckets; so a graph holds no collective, and only
+addresses of this rank's own memory: the group may be replaced without capturing again.
 """
 
 from collections.abc import Hashable, Iterator
@@ -13,6 +15,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from uneven.errors import InputError
+from uneven.parallel.buckets import Bucket
+from uneven.step.capture import Capture
 from uneven.step.eager import EagerStep
 
 CAPTURABLE = (SGD, Adam, AdamW, RMSprop)
@@ -83,6 +87,77 @@ class CapturedSettings:
         finally:
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number
+
+
+class CapturedUpdate:
+    """Stands in for `EagerStep.apply`, by gradients that are known to be finite.
+
+    There is one graph for each set of params with a gradient and each state of the optimizer's constants. What is seen
+    for the first time runs eagerly: optimizer state must exist before it is captured.
+    """
+
+    def __init__(self, step: EagerStep) -> None:
+        prepare_optimizer(step)
+        device = step.precision.device
+        self.optimizer = step.optimizer
+        self._step = step
+        self._settings = CapturedSettings(step.optimizer, device)
+        self._count = torch.ones((), dtype=torch.float64, device=device)
+        self._constants: Hashable = None  # of the settings, where `read_settings` has read them for this step
+        self._seen: Hashable = None
+        self._graphs: dict[Hashable, Capture] = {}
+        self._buckets: list[Bucket] | None = None  # whose addresses the graphs hold
+
+    def read_settings(self) -> None:
+        """What the next call needs to know of the optimizer, while the device computes; when the rates are set."""
+        self._constants = self._settings.constants()
+        self._settings.write_rates()
+
+    def __call__(self, counts: Tensor | None) -> None:
+        key = self._key(counts)
+        self._constants = None
+        if key not in self._graphs:
+            if key != self._seen:  # a scheduler that changes momentum in every step is never captured
+                self._seen = key
+                EagerStep.apply(self._step, counts)  # not the form of it that comes here
+                return
+            self.record(counts)
+        self._settings.write_rates()
+        if counts is not None:
+            self._count.fill_(float(counts))
+        self._graphs[key].replay([])
+        self._step.end_update()
+
+    def record(self, counts: Tensor | None) -> None:
+        """Capture the update for the gradients as they are now; nothing is computed."""
+        capture, count = Capture([]), None if counts is None else self._count
+        with self._settings.rates_in_tensors():
+            capture.record(lambda _: EagerStep.apply(self._step, count))
+        self._graphs[self._key(counts)] = capture
+
+    def clear(self) -> None:
+        """Forget all graphs: optimizer state or buckets are about to be replaced."""
+        self._graphs.clear()
+        self._seen = None
+
+    def _key(self, counts: Tensor | None) -> Hashable:
+        reducer = self._step.reducer
+        assert reducer is not None, "captured only where gradients are summed over ranks"
+        if reducer.buckets is not self._buckets:
+            self.clear()
+            self._buckets = reducer.buckets
+        constants = self._settings.constants() if self._constants is None else self._constants
+        return counts is not None, reducer.unused, constants
+
+
+def make_captured_update(step: EagerStep) -> CapturedUpdate | None:
+    """None where the update must stay eager: the user's own function, a loss scaler, or an optimizer that cannot."""
+    if step.before_update.function is not None or step.precision.scaler.is_enabled():
+        return None
+    try:
+        return CapturedUpdate(step)
+    except InputError:
+        return None
 
 
 def _is_plain(value: Any) -> bool:
