@@ -20,7 +20,7 @@ from torch import nn
 from tests.forked import ForkedPopen
 from uneven import InputError, TensorData, TrainedState, fit
 from uneven.errors import RankError
-from uneven.step.costs import REPEATS
+from uneven.step.measure import REPEATS
 
 REHEARSED = 2 * (1 + REPEATS)  # steps in which a rank measures its cost, alone
 FAULTY = 6  # the step of rank 1 at which something happens; on CUDA a few more than REHEARSED are run beforehand

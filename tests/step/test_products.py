@@ -12,7 +12,7 @@ from uneven.data.tensors import TensorData
 from uneven.errors import MachineError
 from uneven.hardware.device import parse_device
 from uneven.hardware.mps import PERCENTAGE, name_slice
-from uneven.step.products import HALF, check_products, check_slice
+from uneven.step.precision import HALF, check_products, check_slice
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
@@ -101,7 +101,7 @@ def test_only_slices_and_the_types_that_are_used_are_tried(
 
 def test_every_engine_tries_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that says that it is one."""
-    monkeypatch.setattr("uneven.step.products.name_slice", lambda device: "cuda:0%40")
+    monkeypatch.setattr("uneven.step.precision.name_slice", lambda device: "cuda:0%40")
     monkeypatch.setattr(torch, "mm", one_block_wrong)
     task = Task(lambda: Net(torch.float32), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, TensorData(X, Y))
     info, config = RankInfo(0, (parse_device("cpu"),)), {"batch_size": 8, "epochs": 1}

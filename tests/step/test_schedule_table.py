@@ -9,8 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from uneven.step.rate_table import RateTable
-from uneven.step.schedule import Schedule
+from uneven.step.schedule import RateTable, Schedule
 
 LENGTH = 24
 Optimizer = torch.optim.Optimizer

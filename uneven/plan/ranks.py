@@ -20,7 +20,7 @@ from uneven.config import RunConfig
 from uneven.plan.probe import with_values
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost, fitted
-from uneven.step.costs import measure_sum_ms
+from uneven.step.measure import measure_sum_ms
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD

@@ -1,23 +1,35 @@
 """A torch LR scheduler whose rates are a function of the slot instead of local steps, times a scale.
 
 ReduceLROnPlateau is stepped by `step_metric` instead, with a metric that all ranks know: they all keep the same rates.
+
+A scheduler's state is saved as plain JSON, bit by bit. All of torch's own have a plain state; functions of LambdaLR,
+MultiplicativeLR and CyclicLR are not in it, as in torch. What has none: a scheduler of the user's own, or a callable
+object in one of these, that keeps another object (a generator, a model). Such a scheduler is stepped through again.
 """
 
 import inspect
 import json
+import math
 import warnings
 import zlib
+from array import array
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from uneven.errors import InputError
-from uneven.step.rate_table import OTHERS, RATE, RateTable, has_numbers, read_setting, write_setting
-from uneven.step.scheduler_state import load_plain_state, plain_state
 
+RATE = "lr"
+OTHERS = ("momentum", "betas")  # what OneCycleLR and CyclicLR change besides the rates
+KIND = "_kind"  # marks a value that JSON has no form for
+LARGEST = 64  # numbers of a tensor: rates, not data
 ADDED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")  # what schedulers keep in param groups
 
 
@@ -138,7 +150,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Go on where `state_dict` was taken, with the same rates bit by bit; before the first step of this run.
 
-        The scheduler gets its state and is not stepped, unless that state is no JSON (step/scheduler_state.py). False
+        The scheduler gets its state and is not stepped, unless that state is no JSON. False
         where this run's optimizer or scheduler was made with other numbers (another length, rate, kind): then nothing
         is loaded, and the rates are those of the new one at the saved position.
         """
@@ -219,6 +231,149 @@ class Schedule:
     def _write_others(self, position: int) -> None:
         for name in self._changed:
             write_setting(self._optimizer, name, self._others[name].at(position))
+
+
+class RateTable:
+    """What a torch scheduler has set at every position it has passed: learning rates, momentum or betas.
+
+    Schedulers go forwards only, and many of them compute a rate from the one before. The table gives a position that is
+    asked for again its own values, whatever the scheduler has done since.
+
+    Invariant: a setting's rows hold from their `start` up to the next one's; equal neighbours are one row.
+
+    So a setting that never changes costs one row, and one that changes at every position 8 bytes a number.
+    """
+
+    def __init__(self, position: int, values: Sequence[float]) -> None:
+        self._width = len(values)
+        self._starts = array("q", [position])
+        self._values = array("d", values)
+
+    def at(self, position: int) -> list[float]:
+        row = bisect_right(self._starts, position) - 1
+        assert row >= 0, f"position {position} of the schedule lies before {self._starts[0]}, the first that was kept"
+        return self._row(row)
+
+    def add(self, position: int, values: Sequence[float]) -> None:
+        """The values from this position on; it lies after all others."""
+        if list(values) != self._row(len(self._starts) - 1):
+            self._starts.append(position)
+            self._values.extend(values)
+
+    def replace_from(self, position: int, changes: Mapping[int, float]) -> None:
+        """Set single numbers, by their place in the row, at this position and all later ones."""
+        row = bisect_right(self._starts, position) - 1
+        if self._starts[row] != position:
+            self._starts.insert(row + 1, position)
+            self._values[(row + 1) * self._width : (row + 1) * self._width] = array("d", self._row(row))
+            row += 1
+        for later in range(row, len(self._starts)):
+            for place, value in changes.items():
+                self._values[later * self._width + place] = value
+
+    def to_json(self, first: int) -> list[list[float]]:
+        """Rows of [start, *values]: what holds at position `first` and later."""
+        row = max(0, bisect_right(self._starts, first) - 1)
+        return [[max(first, self._starts[place]), *self._row(place)] for place in range(row, len(self._starts))]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Sequence[float]]) -> "RateTable":
+        table = cls(int(rows[0][0]), rows[0][1:])
+        for start, *values in rows[1:]:
+            table.add(int(start), values)
+        return table
+
+    def _row(self, place: int) -> list[float]:
+        return self._values[place * self._width : (place + 1) * self._width].tolist()
+
+
+def has_numbers(optimizer: Optimizer, name: str) -> bool:
+    """Whether the setting is one, or several, in every param group that has it: some optimizers take betas of None."""
+    found = [number for group in optimizer.param_groups for number in _numbers(group, name)]
+    return bool(found) and all(isinstance(number, int | float | Tensor) for number in found)
+
+
+def read_setting(optimizer: Optimizer, name: str) -> list[float]:
+    """The numbers of a setting of all param groups in order; a group may have none or, as betas, several."""
+    return [float(number) for group in optimizer.param_groups for number in _numbers(group, name)]
+
+
+def write_setting(optimizer: Optimizer, name: str, values: Sequence[float]) -> None:
+    """The reverse of `read_setting`. A tensor is filled in place (a captured step reads it); equal values stay."""
+    left = iter(values)
+    for group in optimizer.param_groups:
+        old = _numbers(group, name)
+        new = [next(left) for _ in old]
+        for number, value in zip(old, new, strict=True):
+            if isinstance(number, Tensor):
+                number.fill_(value)
+        if any(not isinstance(one, Tensor) and float(one) != value for one, value in zip(old, new, strict=True)):
+            whole = [one if isinstance(one, Tensor) else value for one, value in zip(old, new, strict=True)]
+            group[name] = type(group[name])(whole) if isinstance(group[name], tuple | list) else whole[0]
+
+
+def _numbers(group: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = group.get(name)
+    if isinstance(value, tuple | list):
+        return value
+    return [] if value is None else [value]
+
+
+class _NotPlainError(Exception):
+    """A value that cannot be written as JSON."""
+
+
+def plain_state(scheduler: LRScheduler) -> Any:
+    """The scheduler's state_dict as JSON; None where that cannot be."""
+    try:
+        return _to_plain(scheduler.state_dict())
+    except (_NotPlainError, AttributeError, TypeError, RecursionError):  # torch itself fails on some callables
+        return None
+
+
+def load_plain_state(scheduler: LRScheduler, state: Any) -> None:
+    """Give a scheduler, made in the same way, a state that `plain_state` has returned."""
+    scheduler.load_state_dict(_from_plain(state))
+
+
+def _to_plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {KIND: "float", "value": repr(float(value))}
+    if isinstance(value, Tensor) and value.numel() <= LARGEST and value.is_floating_point():
+        name = str(value.dtype).removeprefix("torch.")
+        return {KIND: "tensor", "dtype": name, "value": _to_plain(value.detach().double().tolist())}
+    if type(value) is list:
+        return [_to_plain(one) for one in value]
+    if type(value) is tuple:
+        return {KIND: "tuple", "value": [_to_plain(one) for one in value]}
+    if type(value) in (dict, Counter):
+        if type(value) is dict and KIND not in value and all(isinstance(key, str) for key in value):
+            return {key: _to_plain(one) for key, one in value.items()}
+        pairs = [[_to_plain(key), _to_plain(one)] for key, one in value.items()]
+        return {KIND: type(value).__name__.lower(), "value": pairs}
+    raise _NotPlainError
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(KIND)
+    if kind is None:
+        return {key: _from_plain(one) for key, one in value.items()}
+    if kind == "float":
+        return float(value["value"])
+    if kind == "tensor":
+        return torch.tensor(_from_plain(value["value"]), dtype=getattr(torch, value["dtype"]))
+    if kind == "tuple":
+        return tuple(_from_plain(value["value"]))
+    pairs = {_from_plain(key): _from_plain(one) for key, one in value["value"]}
+    return Counter(pairs) if kind == "counter" else pairs
 
 
 @contextmanager

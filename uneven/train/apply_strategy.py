@@ -23,8 +23,8 @@ from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer
 from uneven.policy.axis import Part
 from uneven.policy.redundancy import copy_ring, held, shares_with_copies
-from uneven.step.caps import room_bytes
 from uneven.step.finite import OwnCheck
+from uneven.step.measure import room_bytes
 from uneven.step.no_trace import no_trace
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep

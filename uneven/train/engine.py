@@ -30,8 +30,7 @@ from uneven.results.state import read_structure
 from uneven.step.captured import CapturedStep
 from uneven.step.eager import BeforeUpdate, EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict
-from uneven.step.precision import Precision
-from uneven.step.products import check_slice
+from uneven.step.precision import Precision, check_slice
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
 from uneven.timeline.record import Recorder

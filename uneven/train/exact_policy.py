@@ -13,7 +13,7 @@ from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.subset import advice, forecast
 from uneven.step.captured import GRID
-from uneven.step.costs import measure_sum_ms
+from uneven.step.measure import measure_sum_ms
 from uneven.train.capture_ahead import REACH
 from uneven.train.engine import Engine
 

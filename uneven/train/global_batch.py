@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from uneven.policy.finish import Cost
 from uneven.policy.global_batch import SUM_SHARE, choose_factor, step_ms
-from uneven.step.costs import measure_sum_ms
+from uneven.step.measure import measure_sum_ms
 from uneven.train.engine import Engine
 
 DEFAULT_FACTOR = 4  # times the samples of a plain step, where max_global_batch_size was not given

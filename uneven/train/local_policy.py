@@ -18,7 +18,7 @@ from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, Windows
-from uneven.step.costs import measure_sum_ms
+from uneven.step.measure import measure_sum_ms
 from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine
 

@@ -19,7 +19,7 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.errors import InputError
 from uneven.parallel.batchnorm import synced_buffers
-from uneven.step.rate_table import RATE, read_setting
+from uneven.step.schedule import RATE, read_setting
 
 TOLERANCE = 1e-4  # of a param's size; fp32 rounds by 6e-8 a step, in either direction
 ROUNDINGS = 8  # that a type with fewer digits may be apart, in its own precision

@@ -13,11 +13,10 @@ from torch import nn
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
-from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedStep
-from uneven.step.costs import measure_cost
 from uneven.step.graph import GraphStep
+from uneven.step.measure import measure_cost, probe_cap, room_bytes
 from uneven.step.no_trace import no_trace
 from uneven.step.token_mean import BATCHES, TokenMeanCheck, named_tensors
 from uneven.train.engine import Engine

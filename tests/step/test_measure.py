@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uneven.step.caps import find_cap, probe_cap
+from uneven.step.measure import find_cap, probe_cap
 
 
 class Paper:

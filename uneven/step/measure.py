@@ -1,15 +1,21 @@
-"""Memory caps: how many samples a device can hold at once, found by running larger and larger batches.
+"""What a device holds and how fast it is: its memory cap, and its time for a step and for a sum of gradients.
 
 Memory grows linearly with the samples, so a line through two sizes predicts the others: a batch that cannot fit is not
 tried, and one that does not fit after all is halved. Every cap is a size that has been run.
 """
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
+
+from uneven.comm.group import Group
+from uneven.policy.finish import Cost, fitted
 
 USABLE = 0.9  # of the memory: the rest is for differences between batches
+REPEATS = 3
 
 
 def room_bytes(device: torch.device, ranks: int) -> float:
@@ -76,3 +82,38 @@ def _predicted_cap(seen: list[tuple[int, int]], limit_bytes: float, most: int) -
         return most
     room = math.floor((limit_bytes - larger_bytes) * (larger - smaller) / (larger_bytes - smaller_bytes))
     return min(most, larger + room)
+
+
+def measure_cost(run_step: Callable[[int], None], samples: int, least: int = 1, untimed: int = 1) -> Cost:
+    """Time `run_step(n)`, which trains n samples and waits for the device, at the expected share and at half of it.
+
+    `least`: the smallest step (BatchNorm cannot train on one sample). The first `untimed` steps of a size are warm-up.
+    """
+    half = max(min(least, samples), samples // 2)
+    return fitted([timing for size in {samples, half} for timing in _timed(run_step, size, untimed)])
+
+
+def _timed(run_step: Callable[[int], None], samples: int, untimed: int) -> list[tuple[int, float]]:
+    for _ in range(untimed):
+        run_step(samples)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        run_step(samples)
+        times.append((samples, (time.perf_counter() - began) * 1e3))
+    return times
+
+
+def measure_sum_ms(group: Group, model: nn.Module) -> float:
+    """The time of one all-reduce of the model's gradients when all ranks start together; the same on all ranks."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    device = trained[0].device if trained else torch.device("cpu")
+    gradients = torch.zeros(sum(param.numel() for param in trained), device=device)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        group.all_reduce(gradients).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # NCCL's wait blocks the stream, not the host
+        times.append((time.perf_counter() - began) * 1e3)
+    return float(group.all_reduce_max(torch.tensor([min(times)], dtype=torch.float64)).wait())
