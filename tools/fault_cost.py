@@ -12,14 +12,13 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from uneven import Callback, CallbackInfo, TrainedState, fit
+from uneven.bench.chaos.inject import Injector, rank_processes
 from uneven.bench.models.lenet import RECIPE
 from uneven.bench.models.sets import load_set
 from uneven.timeline.timeline import Lane
@@ -62,25 +62,20 @@ class Killer(threading.Thread):
     def run(self) -> None:
         since, first = None, None
         while not self._is_over.wait(POLL_S):
-            there = [pid for pid in self._ranks() if (self._folder / str(pid)).exists()]
+            ranks = self._ranks()
+            there = [pid for pid in ranks if (self._folder / str(pid)).exists()]
             if len(there) < RANKS:
                 continue
             first = first or sorted(there)[: self._spared]
             since = since or time.monotonic()
             if self.kills < self._most and time.monotonic() - since >= self._every_s:
-                with suppress(ProcessLookupError):
-                    os.kill(self._random.choice([pid for pid in there if pid not in first]), signal.SIGKILL)
-                    self.kills += 1
+                victim = self._random.choice([pid for pid in there if pid not in first])
+                self.kills += Injector().do("kill", ranks[victim])
                 since += self._every_s
 
-    def _ranks(self) -> list[int]:
-        """Rank processes that this process has started."""
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if "uneven.launch.rank" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-        return found
+    def _ranks(self) -> dict[int, psutil.Process]:
+        """Rank processes that this process has started, by pid."""
+        return {process.pid: process for process, _ in rank_processes(os.getpid(), recursive=True).values()}
 
     def end(self) -> None:
         self._is_over.set()

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from torch import nn
 
 from tests.faults.cases import POLICIES
 from uneven import Callback, TensorData, TrainedState, fit
+from uneven.bench.chaos.inject import Injector, rank_processes
 from uneven.launch.watch import lost
 
 ROOT = Path(__file__).parents[2]
@@ -125,18 +125,12 @@ class Tree:
     def __init__(self, launcher: "subprocess.Popen[bytes]", folder: Path, seed: int) -> None:
         self.launcher, self._folder = psutil.Process(launcher.pid), folder
         self._chance = random.Random(seed)
-        self._wakes: list[tuple[float, psutil.Process]] = []
+        self._injector = Injector()
         self.done = {"kill": 0, "stop": 0, "wake": 0}
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Those that run, by the numbers of their processes."""
-        found = {}
-        for child in self.launcher.children():
-            with suppress(psutil.Error, ValueError):
-                words = child.cmdline()
-                if "uneven.launch.rank" in words and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(words[words.index("uneven.launch.rank") + 2])] = child
-        return found
+        return {number: process for number, (process, _) in rank_processes(self.launcher.pid).items()}
 
     def disturb(self) -> None:
         others = [process for number, process in sorted(self.ranks().items()) if number]
@@ -146,17 +140,11 @@ class Tree:
         ages_s = [max(0.1, min(30.0, time.time() - process.create_time())) for process in others]
         victim = self._chance.choices(others, ages_s)[0]
         kind = self._chance.choices(["kill", "stop", "wake"], [6, 2, 2])[0]
-        with suppress(psutil.NoSuchProcess):
-            victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            self.done[kind] += 1
-            if kind == "wake":
-                self._wakes.append((time.monotonic() + self._chance.uniform(0.05, PAUSE_S), victim))
+        pause_s = self._chance.uniform(0.05, PAUSE_S)
+        self.done[kind] += self._injector.do("pause" if kind == "wake" else kind, victim, pause_s)
 
     def wake(self) -> None:
-        for one in [one for one in self._wakes if one[0] <= time.monotonic()]:
-            self._wakes.remove(one)
-            with suppress(psutil.NoSuchProcess):
-                one[1].send_signal(signal.SIGCONT)
+        self._injector.wake()
 
     def sample(self, minute: float) -> Iterator[Sample]:
         homes = (Path("/dev/shm"), Path(tempfile.gettempdir()))

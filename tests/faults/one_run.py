@@ -18,6 +18,7 @@ from tests.faults.cases import Case
 from tests.faults.fault import INSIDE, Fault
 from tests.faults.places import Place, place
 from tests.faults.training import DUMP, JOIN_S
+from uneven.bench.chaos.inject import Injector, rank_processes, send
 
 POLL_S = 0.008
 START_S = 240.0  # until the first step; a busy machine may need long for it
@@ -146,7 +147,8 @@ class _Running:
         outside = [fault for fault in case.faults if fault.kind not in INSIDE]
         self._waiting = sorted(outside, key=lambda fault: fault.at)
         self._due: list[tuple[float, Fault]] = []
-        self._undo: list[tuple[float, Fault, int]] = []  # (when, what, pid)
+        self._undo: list[tuple[float, Fault]] = []  # when a disk has room again, or a cable is plugged in
+        self._injector = Injector()
         self._family: dict[int, psutil.Process] = {}
 
     def watch(self) -> None:
@@ -204,9 +206,10 @@ class _Running:
         for when, fault in [one for one in self._due if one[0] <= now]:
             self._due.remove((when, fault))
             self._do(fault, now)
-        for one in [one for one in self._undo if one[0] <= now]:
-            self._undo.remove(one)
-            self._end_fault(one[1], one[2])
+        for when, fault in [one for one in self._undo if one[0] <= now]:
+            self._undo.remove((when, fault))
+            self._end_fault(fault)
+        self._injector.wake()
 
     def _do(self, fault: Fault, now: float) -> None:
         self._note_family()
@@ -224,22 +227,22 @@ class _Running:
                 self._place.cut(fault.victim)
         else:
             found = leader if fault.kind == "delay" else self._pid_of(fault.victim)
-            if found is None or not self._send(found, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
+            process = None if found is None else self._family.get(found)
+            kind = "kill" if fault.kind == "kill" else "pause" if fault.for_s else "stop"
+            if process is None or not self._injector.do(kind, process, fault.for_s):
                 return
-            pids = (found,)
+            pids = (process.pid,)
         self.happened.append(Happened(fault, pids, time.time()))
         if fault is self.case.faults[0]:
             (self.folder / "awaited").touch()
-        if fault.for_s:
-            self._undo.append((now + fault.for_s, fault, pids[0] if pids else 0))
+        if fault.for_s and fault.kind in ("full", "cut"):
+            self._undo.append((now + fault.for_s, fault))
 
-    def _end_fault(self, fault: Fault, pid: int) -> None:
+    def _end_fault(self, fault: Fault) -> None:
         if fault.kind == "full":
             self._place.free_disk()
-        elif fault.kind == "cut":
-            self._place.plug_in(fault.victim)
         else:
-            self._send(pid, signal.SIGCONT)
+            self._place.plug_in(fault.victim)
 
     def _pid_of(self, victim: int) -> int | None:
         """The rank process of this number; they are counted over all machines of the start."""
@@ -252,13 +255,8 @@ class _Running:
     def _ranks_on(self, machine: int) -> dict[int, int]:
         """The rank processes of the start, which are children of the machine's launcher and say so in their command."""
         if machine not in self._pids:
-            found = {}
-            for process in self._family_of(machine):
-                with suppress(psutil.Error):
-                    words = process.cmdline()
-                    if "uneven.launch.rank" in words:
-                        found[int(words[words.index("uneven.launch.rank") + 2])] = process.pid
-            self._pids[machine] = found
+            found = rank_processes(self._place.launchers[machine].pid, recursive=True)
+            self._pids[machine] = {number: process.pid for number, (process, _) in found.items()}
         return self._pids[machine]
 
     def _family_of(self, machine: int) -> list[psutil.Process]:
@@ -273,15 +271,8 @@ class _Running:
             self._family |= {one.pid: one for one in self._family_of(machine)}
 
     def _send(self, pid: int, number: int) -> bool:
-        """Only to a process of this run that is still the same one."""
-        process = self._family.get(pid)
-        try:
-            if process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            return False
-        return True
+        """Only to a process of this run."""
+        return pid in self._family and send(self._family[pid], number)
 
     def _dump(self) -> None:
         """The stacks of all processes that hang, for the report."""

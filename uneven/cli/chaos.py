@@ -55,7 +55,7 @@ def chaos(
 
       uneven chaos train.py --at 10s:kill:1 --at 30s:stop:2 --devices cpu,cpu,cpu --policy async
     """
-    from uneven.bench.chaos.connections import check_cut
+    from uneven.bench.chaos.inject import check_cut
     from uneven.bench.chaos.plan import parse_fault, parse_rate, parse_time
 
     texts = {"kill": kill, "stop": stop, "pause": pause, "cut": cut}
@@ -68,7 +68,7 @@ def chaos(
         check_cut()
     found = find_script(script, args or [], module)
     _check(found, options, given)
-    from uneven.bench.chaos.inject import ChaosOrder, run_chaos
+    from uneven.bench.chaos.run import ChaosOrder, run_chaos
 
     out = options.pop("out", None)
     if as_json and options.get("progress") is None:
@@ -77,7 +77,7 @@ def chaos(
         arguments=(*found.words, *_flags(options), *(["--", *args] if args else [])),
         out=None if out is None else Path(out),
         rates=rates,
-        given=given,
+        named=given,
         seed=seed,
         pause_s=pause_s,
         hides_stdout=as_json,

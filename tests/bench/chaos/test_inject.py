@@ -1,39 +1,54 @@
-"""The folder of a disturbed run: kept where it was named, else removed, and said so."""
+"""What can happen to a process: it sleeps and goes on, is killed, or is cut off, which ends connections alone."""
 
-import tempfile
-from pathlib import Path
-from typing import Any
+import os
+import socket
+import subprocess
+import sys
 
-import pytest
+import psutil
 
-from uneven.bench.chaos import inject
-from uneven.bench.chaos.inject import ChaosOrder, run_chaos
-from uneven.bench.chaos.report import ChaosReport
+from uneven.bench.chaos.inject import Injector, check_cut, cut, rank_processes
 
-
-class Stopped:
-    """Stands for a run that Ctrl-C has stopped, which saves."""
-
-    def __init__(self, order: ChaosOrder, out: Path, say: object) -> None:
-        self.report, self._out = ChaosReport(order.seed), out
-        self.report.code = 130
-
-    def __enter__(self) -> "Stopped":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._out.mkdir(parents=True)
-
-    def watch(self) -> None:
-        pass
+CHILD = """
+import socket, sys
+own = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+assert own.recv(1) == b"", "the connection is over"
+other, _ = server.accept()
+print("accepted", flush=True)
+"""
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_folder_that_is_removed_is_told(is_named: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(inject, "_Chaos", Stopped)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
-    run_chaos(ChaosOrder(arguments=("train.py",), out=tmp_path / "kept" if is_named else None), said.append)
-    assert [path.name for path in tmp_path.iterdir()] == (["kept"] if is_named else [])
-    assert len(said) == (not is_named)
-    assert all("was temporary and is removed; --out FOLDER keeps" in line for line in said)
+def test_connections_end_and_listeners_stay() -> None:
+    check_cut()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = [sys.executable, "-c", CHILD, str(server.getsockname()[1])]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as child:
+            peer, _ = server.accept()
+            assert child.stdout is not None
+            port = int(child.stdout.readline())
+            with peer:
+                assert cut(child.pid) == 1
+                assert peer.recv(1) == b""
+            with socket.create_connection(("127.0.0.1", port)):
+                assert child.stdout.readline() == "accepted\n"
+    assert child.returncode == 0
+
+
+def test_a_process_sleeps_until_its_time_is_over_and_what_has_ended_is_not_hit() -> None:
+    injector = Injector()
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        assert injector.do("pause", process, 1e6)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert injector.is_paused(process)
+        assert injector.wake() == []
+        assert injector.wake(all_of_them=True) == [process]
+        os.waitid(os.P_PID, child.pid, os.WCONTINUED)
+        assert not injector.is_paused(process)
+        assert injector.do("kill", process)
+        child.wait()
+        assert not injector.do("kill", process)
+        assert not injector.do("cut", process)
+    assert rank_processes(os.getpid()) == {}

@@ -1,171 +1,140 @@
-"""`uneven chaos`: start a run, let the faults of a plan happen to its ranks, and report how it went.
+"""What can happen to a rank process: it is killed, stopped for good or for a while, or loses its connections.
 
-A fault happens to a rank process of this machine and of this run alone (processes.py). The last rank that trains is
-left alone: with it the run would end, whatever the library does.
+The one injector of faults: `uneven chaos` uses it, and the tests and tools that disturb runs. Invariant: a fault is
+done only to a process that the caller found among its descendants, and that is still the same one; no torch here.
+
+A process is cut off as when the switch between two machines loses power and the cable's ends notice: whatever it or its
+peers wait for on a TCP connection fails. Linux alone: a parent may take copies of its children's sockets (pidfd_getfd),
+and shutting a copy down shuts the connection down.
 """
 
+import ctypes
+import math
+import os
 import signal
+import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from shutil import rmtree
-from types import FrameType
-from typing import Any
 
-from uneven.bench.chaos.plan import Fault, check_ranks, draw_plan
-from uneven.bench.chaos.processes import DisturbedRun, Observer
-from uneven.bench.chaos.report import ChaosReport, Injected, read_results
-from uneven.results.terminal import share
+import psutil
 
-POLL_S = 0.02
-WORDS = {
-    "kill": "is killed",
-    "stop": "is stopped for good",
-    "pause": "is stopped for {} s",
-    "cut": "loses its connections",
-}
+from uneven.errors import MachineError
+
+KINDS = ("kill", "stop", "pause", "cut")
+RANK = "uneven.launch.rank"
+_PIDFD_GETFD = 438  # its number on all architectures
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChaosOrder:
-    """What is run and what happens to it."""
+def rank_processes(launcher: int, *, recursive: bool = False) -> dict[int, tuple[psutil.Process, Path]]:
+    """The rank processes that a launcher has started, by their numbers, each with the private folder of the run.
 
-    arguments: tuple[str, ...]  # of `uneven run`, without --out
-    out: Path | None = None  # None: a temporary folder
-    rates: dict[str, float] = field(default_factory=dict)  # per rank and second
-    given: tuple[Fault, ...] = ()
-    seed: int = 0
-    pause_s: float = 5.0
-    hides_stdout: bool = False
+    `recursive` finds those of launchers that this one has started, too.
+    """
+    found = {}
+    with suppress(psutil.Error):
+        parent = psutil.Process(launcher)
+        for process in [parent, *parent.children(recursive=recursive)]:
+            with suppress(psutil.Error, ValueError, IndexError):
+                words = process.cmdline()
+                if RANK in words and is_alive(process):
+                    place = words.index(RANK)
+                    found[int(words[place + 2])] = process, Path(words[place + 1])
+    return found
 
 
-def run_chaos(order: ChaosOrder, say: Callable[[str], None]) -> ChaosReport:
-    """Run to its end, whatever that is; `say` gets a line per fault. InputError where the plan does not fit the run."""
-    out = order.out if order.out is not None else Path(tempfile.mkdtemp(prefix="uneven-chaos-")) / "run"
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; a stopped one counts, too."""
     try:
-        with _Chaos(order, out, say) as chaos:
-            chaos.watch()
-        if chaos.report.code == 0:
-            read_results(chaos.report, out)
-        return chaos.report
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(process: psutil.Process, number: int) -> bool:
+    """Whether the signal was sent: not to a process that has ended."""
+    if not is_alive(process):
+        return False
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+class Injector:
+    """Does faults, and wakes processes that were only paused: the caller calls `wake` again and again."""
+
+    def __init__(self) -> None:
+        self._paused: dict[psutil.Process, float] = {}  # until when
+
+    def do(self, kind: str, process: psutil.Process, pause_s: float = 0.0) -> bool:
+        """Whether it was done: not to a process that has ended, or has no connections to lose."""
+        if kind == "cut":
+            return is_alive(process) and cut(process.pid) > 0
+        if not send(process, signal.SIGKILL if kind == "kill" else signal.SIGSTOP):
+            return False
+        if kind == "pause":
+            self._paused[process] = time.monotonic() + pause_s
+        return True
+
+    def is_paused(self, process: psutil.Process) -> bool:
+        return process in self._paused
+
+    def wake(self, all_of_them: bool = False) -> list[psutil.Process]:
+        """Those that go on, since their time is over."""
+        now = math.inf if all_of_them else time.monotonic()
+        over = [process for process, end in self._paused.items() if end <= now]
+        for process in over:
+            del self._paused[process]
+        return [process for process in over if send(process, signal.SIGCONT)]
+
+
+def check_cut() -> None:
+    """MachineError where this machine cannot, tried on this very process."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
+        raise MachineError("--cut needs Linux: it shuts down the sockets of rank processes from outside")
+    with socket.socket() as own:
+        try:
+            os.close(_copy(os.getpid(), own.fileno()))
+        except OSError as error:
+            raise MachineError(
+                f"--cut is not allowed here ({error.strerror}): it takes copies of sockets of rank processes, which "
+                "needs Linux 5.6 and, in a container, the capability SYS_PTRACE"
+            ) from error
+
+
+def cut(pid: int) -> int:
+    """Shut down all TCP connections of this process, a descendant of this one; how many there were."""
+    found = 0
+    for fd in _socket_fds(pid):
+        with suppress(OSError), socket.socket(fileno=_copy(pid, fd)) as copy:
+            is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+            if is_tcp and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.shutdown(socket.SHUT_RDWR)
+                found += 1
+    return found
+
+
+def _copy(pid: int, fd: int) -> int:
+    """A descriptor of this process for what `fd` is in that one."""
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        copy = int(libc.syscall(_PIDFD_GETFD, process, fd, 0))
+        if copy < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return copy
     finally:
-        if order.out is None:
-            if out.exists():  # the run has just said that its state is there
-                say(f"{out} was temporary and is removed; --out FOLDER keeps what the run saves")
-            rmtree(out.parent, ignore_errors=True)
+        os.close(process)
 
 
-class _Chaos:
-    """One disturbed run. Ctrl-C and SIGTERM of this process are passed on to it, and end the faults."""
-
-    def __init__(self, order: ChaosOrder, out: Path, say: Callable[[str], None]) -> None:
-        self._order, self._say = order, say
-        self.report = ChaosReport(order.seed)
-        self._run = DisturbedRun(
-            [*order.arguments[:1], "--out", str(out), *order.arguments[1:]], hides_stdout=order.hides_stdout
-        )
-        self._observer: Observer | None = None
-        self._plan: Iterator[Fault] = iter(())
-        self._next: Fault | None = None
-        self._began_s = time.monotonic()
-        self._trains_s: float | None = None  # when the first step of every rank was seen
-        self._wakes: list[tuple[float, int]] = []
-        self._lost: set[int] = set()  # ranks that were killed or stopped for good
-        self._generation = 0  # that has settled
-        self._unsettled: list[tuple[float, Injected]] = []
-        self._handlers: dict[int, Any] = {}
-        self._stderr = sys.stderr
-
-    def __enter__(self) -> "_Chaos":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._pass_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.stderr = self._stderr
-        self.report.code = self._run.close()
-        if self._observer is not None:
-            self._observer.close()
-        self.report.seconds = time.monotonic() - self._began_s
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.report.is_stopped = True
-        self._next = None
-        for rank in [rank for _, rank in self._wakes] + sorted(self._lost):
-            self._run.send(rank, signal.SIGCONT)  # so that it can end with the others
-        self._run.stop(number)
-
-    def watch(self) -> None:
-        while self._run.poll() is None:
-            now = time.monotonic()
-            if self._observer is None:
-                self._look_for_ranks()
-            elif self._trains_s is None:
-                self._trains_s = now if self._observer.look()["is_training"] else None
-            else:
-                self._let_happen(now, self._trains_s)
-                self._look_whether_settled(now, self._observer.look())
-            time.sleep(POLL_S)
-
-    def _look_for_ranks(self) -> None:
-        folder = self._run.find_ranks()
-        if folder is None:
-            return
-        sys.stderr = share(sys.stderr, folder)  # for what is said from here on
-        self.report.ranks = len(self._run.ranks)
-        check_ranks(self._order.given, self.report.ranks)
-        self._observer = Observer(folder)
-        self._plan = draw_plan(self._order.seed, self._order.rates, self.report.ranks, self._order.given)
-        self._next = None if self.report.is_stopped else next(self._plan, None)
-
-    def _let_happen(self, now: float, began: float) -> None:
-        while self._next is not None and now - began >= self._next.at_s:
-            self._do(self._next, now, now - began)
-            self._next = next(self._plan, None)
-        for when, rank in [one for one in self._wakes if one[0] <= now]:
-            self._wakes.remove((when, rank))
-            if self._run.send(rank, signal.SIGCONT):
-                self._say(f"{now - began:.1f} s: rank {rank} goes on")
-
-    def _do(self, fault: Fault, now: float, at_s: float) -> None:
-        asleep = {rank for _, rank in self._wakes}
-        before = dict(self._run.ranks)
-        self._run.find_ranks()  # some may have been started again
-        self._lost -= {rank for rank, process in self._run.ranks.items() if process != before[rank]}
-        if fault.rank in self._lost | asleep or not self._run.is_alive(fault.rank):
-            return  # it is gone, or sleeps already
-        others = [rank for rank in self._run.ranks if rank not in self._lost and self._run.is_alive(rank)]
-        if others == [fault.rank]:
-            self._say(f"{at_s:.1f} s: rank {fault.rank} is the last one and is left alone")
-            return
-        if fault.kind == "cut":
-            is_done = self._run.cut(fault.rank)
-        else:
-            is_done = self._run.send(fault.rank, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        if not is_done:
-            return
-        if fault.kind == "pause":
-            self._wakes.append((now + self._order.pause_s, fault.rank))
-        else:
-            self._lost.add(fault.rank)
-        injected = Injected(at_s, fault.rank, fault.kind)
-        self.report.faults.append(injected)
-        self._unsettled.append((now, injected))
-        self._say(f"{at_s:.1f} s: rank {fault.rank} {WORDS[fault.kind].format(f'{self._order.pause_s:g}')}")
-
-    def _look_whether_settled(self, now: float, seen: dict[str, Any]) -> None:
-        """A newer generation than the last that has settled: its faults are over when all of its members train."""
-        newest = int(seen["generation"])
-        if newest <= self._generation or not seen["is_settled"]:
-            return
-        self._generation = newest
-        for happened, injected in self._unsettled:
-            injected.settled_s = now - happened
-        self._say(f"{now - (self._trains_s or now):.1f} s: the others go on, generation {newest}")
-        self._unsettled.clear()
+def _socket_fds(pid: int) -> Iterator[int]:
+    folder = Path(f"/proc/{pid}/fd")
+    with suppress(OSError):
+        for entry in list(folder.iterdir()):
+            with suppress(OSError):
+                if os.readlink(entry).startswith("socket:["):
+                    yield int(entry.name)

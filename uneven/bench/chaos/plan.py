@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from uneven.bench.chaos.inject import KINDS
 from uneven.errors import InputError
 
-KINDS = ("kill", "stop", "pause", "cut")
 _RATE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)/(s|min|h)")
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|min|h)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -65,12 +65,12 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
             raise InputError(f"--at ...:{fault.kind}:{fault.rank}: the run has ranks 0 to {ranks - 1}")
 
 
-def draw_plan(seed: int, rates: Mapping[str, float], ranks: int, given: Sequence[Fault] = ()) -> Iterator[Fault]:
+def draw_plan(seed: int, rates: Mapping[str, float], ranks: int, named: Sequence[Fault] = ()) -> Iterator[Fault]:
     """All faults in the order of their times, without end where a rate is not 0; `rates` are per rank and second."""
     streams = [
         _stream(seed, kind, rank, rates[kind]) for kind in KINDS for rank in range(ranks) if rates.get(kind, 0.0) > 0
     ]
-    return heapq.merge(sorted(given), *streams)
+    return heapq.merge(sorted(named), *streams)
 
 
 def _stream(seed: int, kind: str, rank: int, rate: float) -> Iterator[Fault]:

@@ -55,11 +55,11 @@ def run_many(
     others end too, and KeyboardInterrupt is raised.
     """
     waiting = enumerate(commands)
-    running: dict[int, _Process] = {}
+    running: dict[int, _Command] = {}
     try:
         while True:
             for position, arguments in islice(waiting, at_once - len(running)):
-                running[position] = _Process(arguments, cores, variables or {})
+                running[position] = _Command(arguments, cores, variables or {})
             if not running:
                 return
             ended = [position for position, process in running.items() if process.wait(POLL_S / len(running))]
@@ -76,26 +76,50 @@ def run_many(
             process.end()
 
 
-class _Process:
-    """A run of `uneven` in a process of its own, with its output in files: nothing has to read it meanwhile."""
+class Child:
+    """`python -m ...` in a process that ends with this one, however this one ends (launch/lifeline.py)."""
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str] | None = None, **options: Any) -> None:
+        lifeline, self._held = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                stdin=lifeline,
+                env={**os.environ, **(variables or {}), LIFELINE: "1"},
+                **options,
+            )
+        except BaseException:
+            os.close(self._held)
+            raise
+        finally:
+            os.close(lifeline)
+
+    def end(self) -> int:
+        """Kill it if it still runs; its exit code as a shell reports it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        code = self.process.wait()
+        os.close(self._held)
+        return 128 - code if code < 0 else code
+
+
+class _Command(Child):
+    """A run of `uneven` with its output in files: nothing has to read it meanwhile."""
 
     def __init__(self, arguments: Sequence[str], cores: Sequence[int] | None, variables: Mapping[str, str]) -> None:
         self._files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(2)]  # noqa: SIM115
-        lifeline, self._held = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "uneven", *arguments],
-            stdin=lifeline,
+        super().__init__(
+            ["uneven", *arguments],
+            {**variables, "NO_COLOR": "1"},
             stdout=self._files[0],
             stderr=self._files[1],
-            env={**os.environ, **variables, "NO_COLOR": "1", LIFELINE: "1"},
             preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
         )
-        os.close(lifeline)
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended, after waiting for up to these seconds."""
         try:
-            self._process.wait(seconds)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return False
         return True
@@ -107,24 +131,21 @@ class _Process:
             file.seek(0)
             texts.append(file.read())
         self.end()
-        if self._process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
+        if self.process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
             raise KeyboardInterrupt
-        return Ended(self._process.returncode, *texts)
+        return Ended(self.process.returncode, *texts)
 
-    def end(self) -> None:
-        """Kill it if it still runs, and close what belongs to it."""
-        self._process.kill()
-        self._process.wait()
-        os.close(self._held)
+    def end(self) -> int:
         for file in self._files:
             file.close()
+        return super().end()
 
 
-def flags(given: Mapping[str, Any]) -> list[str]:
+def flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings by name as command line options; those that are None are left out."""
     return [
         argument
-        for name, value in given.items()
+        for name, value in settings.items()
         if value is not None
         for argument in (f"--{name.replace('_', '-')}", str(value))
     ]
