@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from uneven import InputError, MachineError
-from uneven.data.cache import data_folder
+from uneven.data.datasets import data_folder
 from uneven.files import make_out_folder, release_out_folder, temporary_folder, write_atomically
 from uneven.install import builds
 from uneven.launch.control.history import state_folder

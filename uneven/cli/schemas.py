@@ -214,7 +214,7 @@ SCHEMAS: dict[str, Schema] = {
     "data get": {
         "name": "text|mnist",
         "bytes": "whole|11594722",
-        "source": "text?|mirror",
+        "source": "text?|ossci-datasets.s3.amazonaws.com",
         "where": _SET_PLACE,
         "seconds": "number|3.2",
     },

@@ -107,7 +107,7 @@ def _run(order: "SweepOrder", is_quiet: bool) -> tuple["SweepOrder", "Outcome"]:
 
     try:
         with SweepBar(is_quiet) as bar:
-            order = provide(order, bar.print_line)
+            provide(order, bar.print_line)
             return order, run_sweep(order, bar.show_run)
     except KeyboardInterrupt:
         print(f"uneven: stopped; finished runs are kept in {order.out}, the same command goes on", file=sys.stderr)
@@ -116,9 +116,8 @@ def _run(order: "SweepOrder", is_quiet: bool) -> tuple["SweepOrder", "Outcome"]:
 
 def _print_plan(order: "SweepOrder", as_json: bool) -> None:
     from uneven.bench.sweep.plan import plan_equal_time, plan_sweep
-    from uneven.bench.sweep.run import find_missing, with_present_text
+    from uneven.bench.sweep.run import find_missing
 
-    order = with_present_text(order)
     cells, skipped = plan_sweep(order)
     longer = plan_equal_time(order, cells)
     missing = [*find_missing(order, cells), *find_missing(order, longer)]

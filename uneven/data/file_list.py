@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from uneven.data.cache import data_folder
+from uneven.data.datasets import data_folder
 from uneven.data.parquet import row_groups
 from uneven.files import write_atomically
 

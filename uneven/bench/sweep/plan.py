@@ -44,7 +44,6 @@ class SweepOrder:
     devices: str = PAIR
     is_quick: bool = False
     data: str | None = None  # instead of MNIST
-    text: str | None = None  # instead of Shakespeare
     samples: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -267,8 +266,6 @@ def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
 
 
 def _data(order: SweepOrder, own: str) -> str | None:
-    if own == "shakespeare":
-        return order.text
     if own != "mnist":
         return None
     return order.data or ("mnist-mini" if order.is_quick else None)

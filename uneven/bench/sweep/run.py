@@ -7,7 +7,7 @@ recorded in its folder, and the sweep continues. Interference is handled inside 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ TAIL = 2000  # characters of a failing run's stderr that are kept
 # Settings of all runs of a model in a folder.
 SHARED = ("epochs", "samples", "eval_samples", "data", "devices", "precision")
 OF_EFFICIENCY = ("devices", "batch_size", "precision", "compile")
-STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
 
 
 @dataclass
@@ -52,17 +51,8 @@ class Outcome:
         }
 
 
-def with_present_text(order: SweepOrder) -> SweepOrder:
-    """A quick sweep takes the other text where only that one is here; downloads nothing."""
-    here = {known.name for known in datasets.presence() if known.is_here}
-    for name, other in STAND_IN.items():
-        if order.is_quick and name not in here and other in here:
-            order = replace(order, text=other)
-    return order
-
-
-def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
-    """Download missing data sets; a quick sweep uses another text if Shakespeare's cannot be downloaded.
+def provide(order: SweepOrder, report: Callable[[str], None]) -> None:
+    """Download missing data sets.
 
     A data set that cannot be downloaded is reported; the runs that need it will fail with that reason. InputError or
     MachineError for a device that is not here, if there is a run to make: all of them would fail.
@@ -72,19 +62,12 @@ def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
         for device in parse_devices(order.devices):
             check_device(device)
     for name in sorted({cell.data for cell in cells}):
-        if _ensure_data(name, report):
-            continue
-        other = STAND_IN.get(name) if order.is_quick else None
-        if other is not None and _ensure_data(other, report):
-            report(f"{other} takes the place of {name}")
-            order = replace(order, text=other)
-    return order
+        _ensure_data(name, report)
 
 
-def _ensure_data(name: str, report: Callable[[str], None]) -> bool:
-    """Download the data set if it is missing; returns whether it is available."""
+def _ensure_data(name: str, report: Callable[[str], None]) -> None:
     if any(known.name == name and known.is_here for known in datasets.presence()):
-        return True
+        return
 
     def show(event: Event) -> None:
         if event.done is None:  # a message, not a count of bytes
@@ -94,8 +77,6 @@ def _ensure_data(name: str, report: Callable[[str], None]) -> bool:
         datasets.get(name, progress=show)
     except (InputError, MachineError) as error:
         report(str(error))
-        return False
-    return True
 
 
 def sweep(order: SweepOrder, report: Callable[[str, int, int, float], None]) -> Outcome:
