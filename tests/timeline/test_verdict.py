@@ -9,10 +9,10 @@ import pytest
 
 from tests.timeline.synthetic import MS, history, lanes_of, make_run
 from uneven.hardware.interference import Interference
+from uneven.timeline.document import verdict_html
 from uneven.timeline.record import STATES, Account, Event
 from uneven.timeline.timeline import LOST, Ended, RunFacts, Timeline
 from uneven.timeline.verdict import ABSENT, ESTIMATED, MEASURED, UNKNOWN, Verdict, lost_by_state, run_verdict, verdict
-from uneven.timeline.verdict_bar import verdict_html
 
 
 def account(rank: int, **seconds: float) -> Account:

@@ -12,8 +12,8 @@ from pathlib import Path
 from uneven.bench.demo import METRIC, OURS, REFERENCE, DemoOrder, ModeRow, Results, folder_of
 from uneven.bench.undisturbed import FOOTNOTE, mark
 from uneven.files import folder_error, write_atomically
+from uneven.timeline.document import fit_table
 from uneven.timeline.record import Account
-from uneven.timeline.tables import fit_table
 from uneven.timeline.timeline import Timeline
 from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
@@ -61,8 +61,7 @@ def demo_verdict(results: Results, accounts: Mapping[str, list[Account]]) -> Ver
 
 
 def render_demo(order: DemoOrder, results: Results, timelines: Mapping[str, Timeline]) -> str:
-    from uneven.timeline.document import facts_html, render_document
-    from uneven.timeline.verdict_bar import verdict_html
+    from uneven.timeline.document import facts_html, render_document, verdict_html
 
     found = demo_verdict(results, {mode: timeline.accounts for mode, timeline in timelines.items()})
     script, lanes = lanes_html(results, timelines)
@@ -82,7 +81,7 @@ def render_demo(order: DemoOrder, results: Results, timelines: Mapping[str, Time
 
 def lanes_html(results: Results, timelines: Mapping[str, Timeline]) -> tuple[str, str]:
     """The runs below each other on one time axis: the script of their charts, and their HTML."""
-    from uneven.timeline.document import embed_charts
+    from uneven.timeline.charts import embed_charts
     from uneven.timeline.side_by_side import compare_lanes
 
     charts = compare_lanes(timelines)

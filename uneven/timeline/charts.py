@@ -5,11 +5,15 @@ its colour as a tag, and page.js applies it, so that a page follows the browser'
 which is an optional dependency.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
 from bokeh.models import (
     BasicTickFormatter,
     BoxZoomTool,
@@ -34,6 +38,7 @@ RANK_COLOURS = 8
 FONT = "system-ui, sans-serif"
 
 EPOCH_LINES = 60  # at most
+FEW_DOTS = 60  # of a curve, which are large
 
 Level: TypeAlias = Literal["", "fine", "coarse"]
 Drawn: TypeAlias = "GlyphRenderer[Any]"
@@ -141,6 +146,29 @@ def add_tooltip(fig: figure, renderers: Sequence[Drawn], tooltip: str) -> None:
     fig.add_tools(HoverTool(renderers=list(renderers), tooltips=text, point_policy="follow_mouse", visible=False))
 
 
+def add_boxes(
+    fig: figure, columns: Mapping[str, Any], name: str, colour: str, tooltip: str = "", zoom: Level = "", **look: Any
+) -> Drawn:
+    """Rectangles from `left` to `right` and from `bottom` to `top`, without edges."""
+    boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns), **look)
+    boxes.glyph.update(line_color=None)
+    if tooltip:
+        add_tooltip(fig, [boxes], tooltip)
+    return paint(boxes, name, colour, zoom)
+
+
+def add_curve(chart: Chart, name: str, label: str, place: int, columns: Mapping[str, Any], tooltip: str) -> None:
+    """A line with dots at `x` and `y`, in the colour and dashes of its place, and its key above the chart."""
+    colour, dash = rank_colour(place), rank_dash(place)
+    fig, table = chart.figure, source(columns)
+    line = fig.line(x="x", y="y", source=table, line_width=2, line_dash=dash)
+    dots = fig.scatter(x="x", y="y", source=table, size=7 if len(columns["x"]) <= FEW_DOTS else 3)
+    names = (name, f"{name}-dots")
+    paint(line, names[0], colour)
+    add_tooltip(fig, [paint(dots, names[1], colour)], tooltip)
+    chart.keys.append(Key(label, names, colour, dash))
+
+
 def mark_epochs(fig: figure, epochs: Epochs) -> None:
     """Draw a line at the end of every epoch; of many epochs only every second, fifth, tenth ..."""
     times_s = list(thin_epochs(epochs).values())
@@ -162,3 +190,30 @@ def rank_colour(rank: int) -> str:
 def rank_dash(rank: int) -> str:
     """A dash pattern, so that ranks can be distinguished without colour."""
     return DASHES[rank % len(DASHES)]
+
+
+def embed_charts(charts: Sequence[Chart]) -> tuple[str, dict[str, str]]:
+    """The script of all charts, and the HTML of each by the name of its figure."""
+    if not charts:
+        return "", {}
+    document = Document()
+    with document.models.freeze():  # bokeh would look through all charts again with each one that is added
+        for chart in charts:
+            document.add_root(chart.figure)
+    script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
+    return script, {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
+
+
+def keys_html(keys: Sequence[Key]) -> str:
+    """Buttons that show and hide what they name; page.js listens to them."""
+    buttons = "".join(
+        f'<button type="button" class="key" aria-pressed="true" data-names="{escape(json.dumps(key.renderers))}">'
+        f'<i class="{key.look}" style="--own: var(--{key.colour})"></i>{escape(key.label)}</button>'
+        for key in keys
+    )
+    return f'<div class="keys">{buttons}</div>' if keys else ""
+
+
+def _figure_html(chart: Chart, div: str) -> str:
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in chart.notes)
+    return f'<figure id="{chart.figure.name}">{keys_html(chart.keys)}{div}{notes}</figure>'

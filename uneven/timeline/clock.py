@@ -98,7 +98,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Machine":
-        return cls(record["machine"], record["host"], tuple(ClockReading(*row) for row in record["readings"]))
+        return cls(record["machine"], record["host"], tuple(map(ClockReading._make, record["readings"])))
 
 
 def unite(machines: Iterable[Machine]) -> list[Machine]:

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bokeh.models import ColumnDataSource, DataRange1d, NumeralTickFormatter, Range1d
-from bokeh.plotting import figure
 
 from uneven.config import ENTRY_KEYS
 from uneven.timeline.charts import (
-    DASHES,
-    RANK_COLOURS,
     Chart,
     Epochs,
     Key,
     TimeAxis,
+    add_curve,
     add_tooltip,
     mark_epochs,
     paint,
@@ -160,23 +158,15 @@ def _draw_steps(chart: Chart, line: _Line, table: ColumnDataSource) -> None:
 
 
 def _draw_metric(chart: Chart, place: int, name: str, xs: Sequence[float], points: Sequence[Mapping[str, Any]]) -> None:
-    fig: figure = chart.figure
-    label, colour, dash = name.replace("_", " "), f"rank-{place % RANK_COLOURS}", DASHES[place % len(DASHES)]
-    columns = source(
-        {
-            "x": xs,
-            "y": [float(entry[name]) for entry in points],
-            "epoch": [float(entry["epoch"]) for entry in points],
-            "samples": [float(entry["samples"]) for entry in points],
-        }
-    )
-    line = fig.line(x="x", y="y", source=columns, line_width=2, line_dash=dash)
-    dots = fig.scatter(x="x", y="y", source=columns, size=7 if len(points) <= 60 else 3)
-    names = (f"{fig.name}-{name}", f"{fig.name}-{name}-dots")
-    paint(line, names[0], colour)
-    paint(dots, names[1], colour)
-    add_tooltip(fig, [dots], f"<b>{label}</b> @y{{0.0000}}<br>epoch @epoch, @samples{{0,0}} samples")
-    chart.keys.append(Key(label, names, colour, dash))
+    label = name.replace("_", " ")
+    columns = {
+        "x": xs,
+        "y": [float(entry[name]) for entry in points],
+        "epoch": [float(entry["epoch"]) for entry in points],
+        "samples": [float(entry["samples"]) for entry in points],
+    }
+    tooltip = f"<b>{label}</b> @y{{0.0000}}<br>epoch @epoch, @samples{{0,0}} samples"
+    add_curve(chart, f"{chart.figure.name}-{name}", label, place, columns, tooltip)
 
 
 def _events_of_first_rank(timeline: Timeline) -> list[Event]:
@@ -186,8 +176,8 @@ def _events_of_first_rank(timeline: Timeline) -> list[Event]:
 
 
 def _planned_shares(event: Event) -> list[float]:
-    name = {"shares": "shares", "share": "shares", "counts": "counts"}.get(event.kind)
-    return _fractions(event, name) if name else []
+    names = {"shares": "shares", "share": "shares", "counts": "counts"}
+    return _fractions(event, names[event.kind]) if event.kind in names else []
 
 
 def _fractions(event: Event, name: str) -> list[float]:

@@ -13,7 +13,10 @@ from uneven.timeline.record import NOT_TRAINING, STATES, Span, account_of
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
 
-START_UP, EPOCH_END, COMMUNICATION, UNEXPLAINED = "start-up", "epoch end", "communication", "unexplained"
+START_UP = "start-up"
+EPOCH_END = "epoch end"
+COMMUNICATION = "communication"
+UNEXPLAINED = "unexplained"
 OFF_THE_CLOCK = (START_UP, *NOT_TRAINING[1:])  # causes that do not count as training time
 MIN_GAP_NS = 1_000_000
 IDLE_PERCENT = 5.0  # a GPU that NVML sees less busy than this is idle

@@ -16,6 +16,7 @@ from uneven.timeline.charts import (
     Key,
     Level,
     TimeAxis,
+    add_boxes,
     add_tooltip,
     mark_epochs,
     paint,
@@ -165,14 +166,11 @@ def _draw_state(fig: figure, state: str, level: Level, own: Sequence[tuple[int, 
         "of": np.array([(piece.end_ns - piece.start_ns) / 1e6 for _, piece in own], dtype=np.float32),
         "rank": np.array([rank for rank, _ in own], dtype=np.uint16),
     }
-    boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns))
-    boxes.glyph.update(line_color=None)
-    if state in NOT_TRAINING:
+    is_apart = state in NOT_TRAINING
+    tooltip = f"<b>{state}</b>, rank @rank<br>@ms{{0.[000]}} of @of{{0.[000]}} ms, from @left{{0.0000}} s"
+    boxes = add_boxes(fig, columns, f"state-{state}", "apart" if is_apart else state, tooltip, level)
+    if is_apart:
         boxes.glyph.update(fill_alpha=0.35, hatch_pattern="right_diagonal_line", hatch_scale=7, hatch_weight=1)
-    paint(boxes, f"state-{state}", "apart" if state in NOT_TRAINING else state, level)
-    add_tooltip(
-        fig, [boxes], f"<b>{state}</b>, rank @rank<br>@ms{{0.[000]}} of @of{{0.[000]}} ms, from @left{{0.0000}} s"
-    )
 
 
 def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: Bases) -> None:
@@ -188,11 +186,8 @@ def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: Bases) -> None:
         "rank": np.array([gap.rank for gap in shown], dtype=np.uint16),
         "causes": ["<br>".join(f"{cause} {format_ns(ns)}" for cause, ns in gap.parts) for gap in shown],
     }
-    fig = chart.figure
-    boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns), fill_alpha=0.75)
-    boxes.glyph.update(line_color=None)
-    paint(boxes, "gaps", "gap")
-    add_tooltip(fig, [boxes], "<b>idle</b> for @ms{0.[00]} ms, rank @rank<br>@causes{safe}")
+    tooltip = "<b>idle</b> for @ms{0.[00]} ms, rank @rank<br>@causes{safe}"
+    add_boxes(chart.figure, columns, "gaps", "gap", tooltip, fill_alpha=0.75)
     chart.keys.append(Key("idle gap", ("gaps",), "gap", "strip"))
     if len(shown) < len(gaps):
         chart.notes.append(
@@ -268,10 +263,8 @@ def _draw_stage(
         "ms": np.array([(end - start) / 1e6 for start, end in ends], dtype=np.float32),
         "number": np.array([round_.number for round_ in rounds], dtype=np.int32),
     }
-    boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns))
-    boxes.glyph.update(line_color=None)
     texts = {"round-collecting": "waits for the other ranks", "round-summing": "is summed", "round-ready": "is ready"}
-    add_tooltip(fig, [paint(boxes, name, colour)], f"<b>round @number</b> {texts[name]}<br>@ms{{0.[00]}} ms")
+    add_boxes(fig, columns, name, colour, f"<b>round @number</b> {texts[name]}<br>@ms{{0.[00]}} ms")
 
 
 def _draw_events(chart: Chart, events: Sequence[Event], base: Bases) -> None:

@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError
-from uneven.files import folder_error, read_json, write_atomically
+from uneven.files import read_json
 from uneven.timeline.cold_start import cold_starts
+from uneven.timeline.document import (
+    facts_html,
+    fit_table,
+    render_document,
+    section_html,
+    verdict_html,
+    write_document,
+)
 from uneven.timeline.idle import MIN_GAP_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
-from uneven.timeline.tables import fit_table
 from uneven.timeline.timeline import Timeline, rank_rounds
 from uneven.timeline.verdict import run_verdict
-from uneven.timeline.verdict_bar import verdict_html
 
 if TYPE_CHECKING:
     from uneven.timeline.charts import Chart
@@ -44,11 +50,7 @@ def write_page(
     if not any(lane.spans for lane in timeline.lanes):
         raise InputError(f"cannot make a page of {title!r}: its timeline has no spans")
     shown = {**(facts or {}), **plan_facts(path.parent / "plan.json")}
-    content = _html(timeline, history, title, shown)
-    try:
-        write_atomically(path, content.encode())
-    except OSError as error:
-        raise folder_error(path.parent, error) from error
+    write_document(path, _html(timeline, history, title, shown))
 
 
 def _html(
@@ -58,9 +60,8 @@ def _html(
     facts: Mapping[str, str],
 ) -> str:
     from uneven.timeline.busy import busy_chart
-    from uneven.timeline.charts import Chart, TimeAxis
+    from uneven.timeline.charts import Chart, TimeAxis, embed_charts
     from uneven.timeline.curves import anchor_chart, entry_key, metric_charts, shares_chart
-    from uneven.timeline.document import embed_charts, facts_html, render_document
     from uneven.timeline.lanes import lane_chart, lane_label
     from uneven.timeline.page_machines import link_chart, machine_table
 
@@ -86,11 +87,13 @@ def _html(
     script, html = embed_charts(charts)
     is_several = not timeline.is_one_machine
     sections = [
-        _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps)) + _cold_table(timeline)),
-        *([_section("Machines and links", machine_table(timeline) + html.get("links", ""))] if is_several else []),
-        _section("How busy", html["busy"]),
-        _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
-        _section("Loss and metrics", _metrics_html(metrics, html)),
+        section_html(
+            "Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps)) + _cold_table(timeline)
+        ),
+        *([section_html("Machines and links", machine_table(timeline) + html.get("links", ""))] if is_several else []),
+        section_html("How busy", html["busy"]),
+        section_html("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
+        section_html("Loss and metrics", _metrics_html(metrics, html)),
     ]
     head = verdict_html(run_verdict(timeline, (), history)) + facts_html(facts)
     return render_document(title, head, "\n".join(sections), script)
@@ -119,10 +122,6 @@ def _epoch_ends(timeline: Timeline) -> dict[int, float]:
         if event.kind == "epoch" and "epoch" in event.fields:
             ends[int(event.fields["epoch"])] = event.t_ns / 1e9
     return ends
-
-
-def _section(heading: str, body: str) -> str:
-    return f"<section>\n<h2>{escape(heading)}</h2>\n{body}\n</section>"
 
 
 def _chart_or_sentence(chart: Chart | str, html: Mapping[str, str]) -> str:

@@ -7,23 +7,10 @@ from bokeh.models import Range1d
 from bokeh.models.annotations import Label
 
 from uneven.format import format_bytes, format_count, format_ns
-from uneven.timeline.charts import (
-    FONT,
-    Chart,
-    Epochs,
-    Key,
-    TimeAxis,
-    add_tooltip,
-    mark_epochs,
-    paint,
-    rank_colour,
-    rank_dash,
-    source,
-    time_figure,
-)
+from uneven.timeline.charts import FONT, Chart, Epochs, TimeAxis, add_boxes, add_curve, mark_epochs, time_figure
 from uneven.timeline.clock import Machine
+from uneven.timeline.document import fit_table
 from uneven.timeline.links import Link, machine_links, short
-from uneven.timeline.tables import fit_table
 from uneven.timeline.thin import evenly_spaced
 from uneven.timeline.timeline import Timeline, rank_rounds
 
@@ -41,10 +28,7 @@ def draw_headings(chart: Chart, timeline: Timeline, headings: Sequence[tuple[Mac
         "bottom": [low for _, low in headings],
         "top": [low + HEADING for _, low in headings],
     }
-    bands = chart.figure.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns))
-    bands.glyph.update(line_color=None)
-    bands.level = "underlay"
-    paint(bands, "machines", "line")
+    add_boxes(chart.figure, columns, "machines", "line", level="underlay")
     for machine, low in headings:
         # At a fixed place of the screen: it stays when the user zooms.
         label = Label(x=8, x_units="screen", y=low + HEADING / 2, text=describe_machine(timeline, machine))
@@ -80,23 +64,15 @@ def link_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | No
             mark_epochs(chart.figure, epochs)
         fastest = max(fastest, *(speed for _, speed in own))
         shown = evenly_spaced(own, MAX_POINTS)
-        table = source(
-            {
-                "x": [round_.averaged_ns / 1e9 for round_, _ in shown],
-                "y": [speed for _, speed in shown],
-                "number": [float(round_.number) for round_, _ in shown],
-                "bytes": [format_bytes(round_.wire_bytes or 0) for round_, _ in shown],
-                "ms": [(round_.averaged_ns - round_.joined_ns) / 1e6 for round_, _ in shown],
-            }
-        )
-        names = (f"link-{machine.number}", f"link-{machine.number}-dots")
-        colour, dash = rank_colour(machine.number), rank_dash(machine.number)
-        line = chart.figure.line(x="x", y="y", source=table, line_width=1.5, line_dash=dash)
-        dots = chart.figure.scatter(x="x", y="y", source=table, size=6 if len(shown) <= 100 else 3, line_width=0.5)
-        paint(line, names[0], colour)
-        text = f"<b>{escape(machine.host)}</b>, round @number<br>@bytes in @ms{{0.[00]}} ms: @y{{0.[0]}} MB/s"
-        add_tooltip(chart.figure, [paint(dots, names[1], colour)], text)
-        chart.keys.append(Key(machine.host, names, colour, dash))
+        columns = {
+            "x": [round_.averaged_ns / 1e9 for round_, _ in shown],
+            "y": [speed for _, speed in shown],
+            "number": [float(round_.number) for round_, _ in shown],
+            "bytes": [format_bytes(round_.wire_bytes or 0) for round_, _ in shown],
+            "ms": [(round_.averaged_ns - round_.joined_ns) / 1e6 for round_, _ in shown],
+        }
+        tooltip = f"<b>{escape(machine.host)}</b>, round @number<br>@bytes in @ms{{0.[00]}} ms: @y{{0.[0]}} MB/s"
+        add_curve(chart, f"link-{machine.number}", machine.host, machine.number, columns, tooltip)
     if chart is not None:
         chart.figure.y_range = Range1d(start=0.0, end=1.1 * fastest)
         chart.notes.append(

@@ -95,20 +95,21 @@ class Recorder:
     def event(self, kind: str, **fields: Any) -> None:
         self._events.append(Event(self.clock(), self.rank, kind, fields))
         if len(self._events) >= PACK_EVENTS:
-            rows = [(event.t_ns, event.rank, event.kind, event.fields) for event in self._events[:PACK_EVENTS]]
-            self._packed_events.append(zlib.compress(pickle.dumps(rows), 1))
+            batch = [(event.t_ns, event.rank, event.kind, event.fields) for event in self._events[:PACK_EVENTS]]
+            self._packed_events.append(zlib.compress(pickle.dumps(batch), 1))
             del self._events[:PACK_EVENTS]
 
     @property
     def events(self) -> list[Event]:
         """All of them, in order; a new list."""
-        packed = (pickle.loads(zlib.decompress(data)) for data in self._packed_events)
-        return [*(Event(*row) for rows in packed for row in rows), *self._events]
+        batches = (pickle.loads(zlib.decompress(data)) for data in self._packed_events)
+        packed = (Event(t_ns, rank, kind, fields) for batch in batches for t_ns, rank, kind, fields in batch)
+        return [*packed, *self._events]
 
     def events_since(self, count: int) -> list[Event]:
         """Without the first `count`."""
-        known = PACK_EVENTS * len(self._packed_events)
-        return self._events[count - known :] if count >= known else self.events[count:]
+        packed = PACK_EVENTS * len(self._packed_events)
+        return self._events[count - packed :] if count >= packed else self.events[count:]
 
     @property
     def event_count(self) -> int:

@@ -5,14 +5,15 @@ script, so that no other package is needed.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from uneven.files import folder_error, write_atomically
 from uneven.simulate.cluster import Cluster
 from uneven.simulate.simulation import Simulated
 from uneven.simulate.tally import STATES, Span
+from uneven.timeline.document import bar_html, facts_html, render_document, section_html, write_document
 
 COLOURS = {
     "compute": "compute",
@@ -28,9 +29,7 @@ LANE_SPANS = 60  # of the busiest lane that is drawn
 
 def write_simulated_page(path: Path, title: str, cluster: Cluster, found: Sequence[Simulated]) -> None:
     """Write the page; MachineError where the file cannot be written."""
-    kinds: dict[str, int] = {}
-    for kind in cluster.ranks:
-        kinds[kind.name] = kinds.get(kind.name, 0) + 1
+    kinds = Counter(kind.name for kind in cluster.ranks)
     facts = {
         "ranks": f"{len(cluster.ranks):,}",
         "machines": f"{len(set(cluster.machines)):,}",
@@ -38,35 +37,23 @@ def write_simulated_page(path: Path, title: str, cluster: Cluster, found: Sequen
         "simulated": f"{max(one.seconds for one in found):,.0f} s",
     }
     sections = [
-        ("Which policy, and what limits it", _policies(found)),
-        ("Efficiency over time", _over_time(found)),
-        ("What each device does, from the beginning", _lanes(cluster, found)),
+        section_html("Which policy, and what limits it", _policies(found)),
+        section_html("Efficiency over time", _over_time(found)),
+        section_html("What each device does, from the beginning", _lanes(cluster, found)),
     ]
-    content = _PAGE.format(
-        title=escape(title),
-        style=Path(__file__).with_name("page.css").read_text() + _STYLE,
-        facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items()),
-        sections="\n".join(f"<section>\n<h2>{heading}</h2>\n{body}\n</section>" for heading, body in sections),
-    )
-    try:
-        write_atomically(path, content.encode())
-    except OSError as error:
-        raise folder_error(path.parent, error, "--page FILE") from error
+    content = render_document(title, facts_html(facts), "\n".join(sections), style=_STYLE)
+    write_document(path, content, "--page FILE")
 
 
 def _policies(found: Sequence[Simulated]) -> str:
     rows = []
     for one in found:
-        parts = "".join(
-            f'<i style="width: {100 * one.mean(state):.2f}%; background: var(--{COLOURS[state]})"></i>'
-            for state in STATES
-            if one.mean(state) >= 0.0005
-        )
+        parts = [(one.mean(state), COLOURS[state]) for state in STATES if one.mean(state) >= 0.0005]
         epoch = f"{one.seconds_per_epoch:,.1f} s an epoch" if math.isfinite(one.seconds_per_epoch) else "no epoch"
         told = f"efficiency {one.efficiency:.3f}, {epoch}, {one.samples_per_s:,.0f} samples/s"
         faults = f"; {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples trained again"
         rows.append(
-            f'<div class="policy"><p><b>{_name(one)}</b> <span>{told}</span></p><div class="time">{parts}</div>'
+            f'<div class="policy"><p><b>{_name(one)}</b> <span>{told}</span></p>{bar_html(parts, told)}'
             f'<p class="note">{escape(one.limits)}{faults if one.failures or one.joins else ""}</p></div>'
         )
     note = '<p class="note">Bars: the time of all ranks; evaluation counts as idle. Simulated, not measured.</p>'
@@ -158,8 +145,7 @@ def _name(one: Simulated) -> str:
 _STYLE = """
 .key { cursor: default; }
 .policy { margin: 14px 0; } .policy p { margin: 0 0 3px; } .policy span { color: var(--faint); margin-left: 8px; }
-.time { display: flex; height: 22px; border-radius: 5px; overflow: hidden; background: var(--card); }
-.time i { flex: none; }
+.policy .bar { height: 22px; }
 .plot { position: relative; height: 240px; padding-left: 40px; }
 .plot svg { width: 100%; height: 100%; overflow: visible; }
 .plot polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
@@ -176,28 +162,4 @@ _STYLE = """
   .lane span { width: 84px; } .under .axis { padding-left: 92px; }
   .policy span { display: block; margin: 0; }
 }
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-{style}
-</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{title}</h1>
-<dl>{facts}</dl>
-</header>
-{sections}
-</main>
-</body>
-</html>
 """

@@ -139,7 +139,9 @@ class Timeline:
         start = min(
             clocks.get(lane.machine, HERE).alignment()(lane.spans[0][1]) for part in parts for lane in part.lanes
         )
-        lanes, events, samples = [], [], []
+        lanes: list[Lane] = []
+        events: list[Event] = []
+        samples: list[Sample] = []
         sampled: set[int] = set()
         for part in parts:
             number = part.lanes[0].machine

@@ -1,7 +1,7 @@
 """The verdict on a run: what its devices could do alone, added up, what it gave of that, and where the rest went.
 
 The page of a run (`run_verdict`, from what the run itself recorded), the report and the demo (`verdict`, from runs of
-each device alone) begin with it; verdict_bar.py draws it. Pure arithmetic in samples/s. Invariant: what the run gave
+each device alone) begin with it; document.py draws it. Pure arithmetic in samples/s. Invariant: what the run gave
 and its losses add up to what the devices own; a run that gave more has no losses.
 """
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from uneven.bench.report.build import ModelReport, ModeReport, Report
 from uneven.bench.report.sections import Block, Section, Table, sections_of
 from uneven.errors import MachineError
-from uneven.timeline.tables import fit_table
+from uneven.timeline.document import fit_table, verdict_html
 from uneven.timeline.verdict import Verdict
-from uneven.timeline.verdict_bar import verdict_html
 
 if TYPE_CHECKING:
     from uneven.timeline.charts import Chart, Key
@@ -29,7 +28,8 @@ def render_page(report: Report, home: Path) -> str:
     """The HTML of the page; links are relative to `home`, the folder that it will be written to."""
     if find_spec("bokeh") is None:
         raise MachineError("a report as a page needs bokeh: pip install 'uneven[pages]'; --out report.md does without")
-    from uneven.timeline.document import embed_charts, render_document
+    from uneven.timeline.charts import embed_charts
+    from uneven.timeline.document import render_document
 
     first, *others = sections_of(report)
     charts = {model.model: dict(_charts(model)) for model in report.models}
@@ -63,7 +63,7 @@ def _block(block: Block) -> str:
 
 def _curves(model: ModelReport, html: Mapping[str, str]) -> str:
     """The charts of a model below one row of keys, which work on all of them."""
-    from uneven.timeline.document import keys_html
+    from uneven.timeline.charts import keys_html
 
     figures = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in html.items())
     return f'{keys_html(_keys(model))}<div class="pairs">{figures}</div>' if html else ""
