@@ -81,18 +81,13 @@ def test_show_tells_what_is_whole_and_why_not(run: Path) -> None:
     assert "left by a killed run" in text
 
 
-def test_show_reads_results_old_ones_and_single_checkpoints(run: Path) -> None:
+def test_show_reads_results_and_single_checkpoints(run: Path) -> None:
     write_checkpoint(run / "step-16", 16)
     result_state(slot=16).save(run)
     document = called("show", run)
     last = next(state for state in document["states"] if state["name"] == "result")
     assert (last["whole"], last["kind"], last["metrics"]) == (True, "result", {"loss": 0.25, "accuracy": 0.75})
     assert document["newest_whole"] == str(run)
-    record = json.loads((run / "state.json").read_text())
-    for name in ("kind", "files", "versions", "date"):
-        del record[name]
-    (run / "state.json").write_text(json.dumps({**record, "version": 1}))
-    assert "written by: an older uneven" in call("show", run).stdout
     assert [state["name"] for state in called("show", run / "step-4")["states"]] == ["step-4"]
     (run / "step-4" / "state.json").unlink()
     (alone,) = called("show", run / "step-4")["states"]
@@ -109,24 +104,15 @@ def test_a_metric_that_is_no_number_is_null(tmp_path: Path) -> None:
     check_document("state show", document)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("slot", []), ("dataset_samples", "x"), ("date", 1.5), ("params", -1), ("config", ["y"]), ("files", 3)),
-        *(("history", 7), ("history", [{"epoch": 1}, None])),
-    ],
-)
-def test_a_result_whose_record_was_spoilt_is_told(name: str, value: object, tmp_path: Path) -> None:
-    """Edited and written anew, it has no checksum."""
+def test_a_result_whose_record_was_edited_is_told(tmp_path: Path) -> None:
     result_state().save(tmp_path)
     path = tmp_path / "state.json"
     record = {key: entry for key, entry in json.loads(path.read_text()).items() if key != "crc32"}
-    path.write_text(json.dumps({**record, name: value}))
-    (state,) = called("show", tmp_path)["states"]
-    assert (state["whole"], f"state.json is damaged: {name} is " in state["fault"]) == (False, True)
+    for text in (json.dumps(record), "[" * 100_000):
+        path.write_text(text)
+        (state,) = called("show", tmp_path)["states"]
+        assert (state["whole"], "state.json is damaged" in state["fault"]) == (False, True)
     assert "NO" in call("show", tmp_path).stdout
-    path.write_text("[" * 100_000)
-    assert "state.json is damaged" in called("show", tmp_path)["states"][0]["fault"]
 
 
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:

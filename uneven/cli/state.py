@@ -35,7 +35,7 @@ def show(run: Run, as_json: Json = False) -> None:
       uneven state show runs/my-run/step-500 --json
     """
     _check_folders(run)
-    from uneven.results.contents import run_contents
+    from uneven.results.saved_state import run_contents
 
     entries = run_contents(run)
     if as_json:
@@ -108,7 +108,7 @@ def _facts(entries: list[dict[str, Any]]) -> dict[str, str]:
         "newest whole": f"{last['name']}, {ended}" + (f", {left} slots before its end not trained yet" if left else ""),
         "model": f"{last['params']:,} params in {last['tensors']} tensors",
         "devices": f"{devices or '-'}, policy {last['policy'] or '-'}",
-        "written by": ", ".join(f"{name} {version}" for name, version in last["versions"].items()) or "an older uneven",
+        "written by": ", ".join(f"{name} {version}" for name, version in last["versions"].items()) or "unknown",
     }
 
 

@@ -144,16 +144,11 @@ def read_checkpoint(folder: Path, rank: int | None = None) -> Checkpoint:
     """
     folder = Path(folder)
     what, record = describe(folder), read_record(folder)
-    if record["version"] == 1:
-        raise InputError(
-            f"{what}: it has version 1 of the format, params without the state of each rank, and cannot be resumed; "
-            "TrainedState.load reads it"
-        )
     if record.get("kind") != "checkpoint":
         raise InputError(f"{what}: it is the {record.get('kind')} of a run, not a checkpoint")
     ranks = record.get("world_size", 0)
     expected = {STATE, *(f"rank-{number}.{kind}" for number in range(ranks) for kind in ("json", "safetensors"))}
-    if missing := sorted(expected - listed_files(record, what).keys()):
+    if missing := sorted(expected - listed_files(record).keys()):
         raise InputError(f"{what}: {RECORD} does not list {missing[0]}")
     others = range(0) if rank is None else [other for other in range(1, ranks) if other != rank]
     check_files(folder, record, left_out=[f"rank-{other}.safetensors" for other in others])

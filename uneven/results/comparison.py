@@ -9,22 +9,10 @@ from torch import Tensor
 from uneven.results.saved_state import SavedState
 
 # Settings that say where results go and what happens around training, not what is trained.
-_AROUND = (
-    *(
-        "out",
-        "overwrite",
-        "resume",
-        "replay",
-        "progress",
-        "deadline",
-        "keep_last",
-        "keep_best",
-        "checkpoint_copies",
-        "grace",
-    ),
-    *("monitor_mode", "on_fault", "min_ranks"),
-    *("data_dir", "timeline"),
-)
+_AROUND = {
+    *("out", "overwrite", "resume", "replay", "progress", "deadline", "keep_last", "keep_best", "checkpoint_copies"),
+    *("grace", "monitor_mode", "on_fault", "min_ranks", "data_dir", "timeline"),
+}
 _POSITION = ("slot", "samples", "ledger", "dropped", "skipped")
 
 

@@ -1,8 +1,8 @@
 """state.json, the record of a folder: what it holds, with length and checksum of every other file.
 
 Written last, so that a folder with a record is complete. Its first line is a checksum of itself: a flipped digit would
-otherwise resume at another slot. A result's record that was edited and written anew is read nonetheless. Used by
-results/state.py (results) and results/checkpoint.py (checkpoints); reading needs no tensor and no code of the user's.
+otherwise resume at another slot. Used by results/state.py (results) and results/checkpoint.py (checkpoints); reading
+needs no tensor and no code of the user's.
 """
 
 import json
@@ -20,15 +20,9 @@ from uneven.errors import InputError
 from uneven.results.tensor_file import FileSum, check_file
 from uneven.version import __version__
 
-VERSION = 2  # 1: no checksums, no state of each rank
+VERSION = 2
 RECORD = "state.json"
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
-_KINDS = {
-    **dict.fromkeys(("slot", "samples", "dataset_samples"), int),
-    **dict.fromkeys(("params", "history"), list),
-    **dict.fromkeys(("config", "files", "versions"), dict),
-    "date": str,
-}
 _SLICE = 1000  # entries of a long list that are encoded at once: the interpreter is not free meanwhile
 
 
@@ -65,7 +59,7 @@ def _lines(record: Mapping[str, Any]) -> Iterator[bytes]:
 def read_record(folder: Path, what: str | None = None) -> dict[str, Any]:
     """The record of a checkpoint or result, without the tensors; InputError in one line where it is not whole.
 
-    A record of version 1 is a result. The other files are not looked at: `check_files` does that.
+    The other files are not looked at: `check_files` does that.
     """
     what = what or describe(folder)
     try:
@@ -79,11 +73,20 @@ def read_record(folder: Path, what: str | None = None) -> dict[str, Any]:
         raise InputError(f"{what}: {RECORD} is damaged: {error}") from error
     if not isinstance(record, dict) or "version" not in record:
         raise InputError(f"{what}: {RECORD} is not the record of a run of uneven")
-    _check_version(record, what)
-    if record["version"] == VERSION:
-        _check_crc32(content, what, is_strict=record.get("kind") != "result")
-    _check_kinds(record, what)
-    return {name: value for name, value in record.items() if name != "crc32"}
+    first_line = _FIRST_LINE.match(content)
+    if first_line is None:
+        raise InputError(f"{what}: {RECORD} is damaged: it does not begin with its own crc32")
+    expected, found = first_line[1].decode(), f"{zlib.crc32(content[first_line.end() :]):08x}"
+    if expected != found:
+        raise InputError(f"{what}: {RECORD} is damaged: its crc32 is {found} instead of {expected}")
+    if record["version"] != VERSION:
+        raise InputError(
+            f"{what}: {RECORD} has version {record['version']!r} of the format, written by uneven "
+            f"{record['versions']['uneven']}; this is uneven {__version__}, which reads version {VERSION}: use the "
+            "uneven that wrote it"
+        )
+    del record["crc32"]
+    return record
 
 
 def crc32_of(path: Path) -> int:
@@ -91,48 +94,14 @@ def crc32_of(path: Path) -> int:
     return zlib.crc32(path.read_bytes())
 
 
-def _check_version(record: Mapping[str, Any], what: str) -> None:
-    if record["version"] in (1, VERSION):
-        return
-    versions = record.get("versions")
-    writer = versions.get("uneven", "unknown") if isinstance(versions, dict) else "unknown"
-    raise InputError(
-        f"{what}: {RECORD} has version {record['version']!r} of the format, written by uneven {writer}; this is uneven "
-        f"{__version__}, which reads versions 1 and {VERSION}: use the uneven that wrote it"
-    )
-
-
-def _check_crc32(content: bytes, what: str, is_strict: bool) -> None:
-    first_line = _FIRST_LINE.match(content)
-    if first_line is None:
-        if not is_strict:
-            return
-        raise InputError(f"{what}: {RECORD} is damaged: it does not begin with its own crc32")
-    expected, found = first_line[1].decode(), f"{zlib.crc32(content[first_line.end() :]):08x}"
-    if expected != found:
-        raise InputError(f"{what}: {RECORD} is damaged: its crc32 is {found} instead of {expected}")
-
-
-def _check_kinds(record: Mapping[str, Any], what: str) -> None:
-    """A result's record may have been edited; what everybody reads of it is of its kind, or was left out."""
-    odd = [name for name, kind in _KINDS.items() if not isinstance(record.get(name), kind | None)]
-    if not odd and not all(isinstance(entry, dict) for entry in record.get("history") or []):
-        odd = ["history"]
-    if odd:
-        raise InputError(f"{what}: {RECORD} is damaged: {odd[0]} is {str(record[odd[0]])[:40]!r}")
-
-
 def describe(folder: Path) -> str:
     """How messages name a folder."""
     return f"checkpoint {folder}"
 
 
-def listed_files(record: Mapping[str, Any], what: str) -> dict[str, FileSum]:
-    """Length and checksum of every other file of the folder; none in version 1."""
-    try:
-        return {name: FileSum.from_json(sums) for name, sums in record.get("files", {}).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{what}: {RECORD} is damaged: its list of files cannot be read ({error!r})") from error
+def listed_files(record: Mapping[str, Any]) -> dict[str, FileSum]:
+    """Length and checksum of every other file of the folder."""
+    return {name: FileSum.from_json(sums) for name, sums in record["files"].items()}
 
 
 def check_files(
@@ -140,12 +109,12 @@ def check_files(
 ) -> None:
     """InputError in one line unless all files that the record lists, but those left out, have their checksums."""
     what = what or describe(folder)
-    for name, expected in listed_files(record, what).items():
+    for name, expected in listed_files(record).items():
         if name not in left_out:
             check_file(folder / name, expected, what)
 
 
 def has_all_files(folder: Path, record: Mapping[str, Any]) -> bool:
     """The quick half of `check_files`: all files are there and as long as they should be."""
-    sizes = {name: sums.length for name, sums in listed_files(record, describe(folder)).items()}
+    sizes = {name: sums.length for name, sums in listed_files(record).items()}
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())

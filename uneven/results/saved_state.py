@@ -1,9 +1,9 @@
 """SavedState: a result or checkpoint opened for a look, without the script that made it; all its files are verified.
 
-Used by `uneven state` (results/contents.py, results/comparison.py) and by the export of a model.
+Used by `uneven state`: what a run's folder holds, the export of a model, and the comparison of two (comparison.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uneven.config import results_of
 from uneven.errors import InputError
 from uneven.files import NO_STATE, folder_error, replacing
 from uneven.results.checkpoint import STATE, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
+from uneven.results.checkpoint_folders import HIDDEN, find_checkpoints, first_whole, slot_of
 from uneven.results.record import RECORD, check_files, read_record
 from uneven.results.state_tree import join_tree
 from uneven.results.tensor_file import open_tensors, write_tensors
@@ -107,3 +108,73 @@ def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
     except OSError as error:
         raise folder_error(to.parent, error, "--to FILE") from error
     return to.stat().st_size
+
+
+def run_contents(run: Path) -> list[dict[str, Any]]:
+    """An entry for each state in a folder, oldest first, and for what a killed run left half-written."""
+    checkpoints = find_checkpoints(run)
+    if checkpoints == [run]:
+        return [_entry(run, run.name)]
+    entries = [_entry(folder, folder.name) for folder in reversed(checkpoints)]
+    if (run / RECORD).exists():
+        entries.append(_entry(run, "result"))
+    for folder in sorted(run.iterdir()):
+        hidden = HIDDEN.fullmatch(folder.name)
+        if hidden and folder.is_dir() and folder not in checkpoints:
+            fault = "left by a killed run, or being written now; the next run removes it"
+            entries.append(
+                {"name": folder.name, "kind": hidden[2], "whole": False, "fault": fault, "bytes": _size(folder)}
+            )
+    if not entries:
+        raise InputError(f"{run} {NO_STATE}")
+    return entries
+
+
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    fault, sizes = None, list[int]()
+    try:
+        state = open_state(folder)
+        names = state.record.get("params", state.tensors)
+        sizes = [state.tensors[key].numel() for key in names if key in state.tensors]
+    except InputError as error:
+        fault = str(error)
+    try:
+        record = read_record(folder)
+    except InputError:
+        record = {"slot": slot_of(folder)}
+    config = record.get("config", {})
+    samples, epoch_samples = record.get("samples"), record.get("dataset_samples")
+    return {
+        "name": name,
+        "path": str(folder),
+        "kind": record.get("kind", "result" if name == "result" else "checkpoint"),
+        "whole": fault is None,
+        "fault": fault,
+        **{key: record.get(key) for key in ("slot", "samples", "finished", "stopped", "cause", "ledger")},
+        "epochs": round(samples / epoch_samples, 3) if samples is not None and epoch_samples else None,
+        "metrics": _metrics(record),
+        "params": sum(sizes),
+        "tensors": len(sizes),
+        "bytes": _size(folder, record.get("files")),
+        "files": record.get("files", {}),
+        "ranks": record.get("world_size"),
+        "devices": record.get("devices", config.get("devices")),
+        "policy": config.get("policy"),
+        **{key: record.get(key) for key in ("version", "date")},
+        "versions": record.get("versions", {}),
+    }
+
+
+def _metrics(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of the last evaluation, else of the last epoch."""
+    entries = [
+        {name: value for name, value in results_of(entry).items() if isinstance(value, int | float)}
+        for entry in record.get("history", [])
+    ]
+    return next((entry for entry in reversed(entries) if set(entry) - {"train_loss"}), entries[-1] if entries else {})
+
+
+def _size(folder: Path, files: Iterable[str] | None = None) -> int:
+    """Bytes of a record and the files that it lists, else of all files in the folder."""
+    paths = folder.iterdir() if files is None else (folder / name for name in (*files, RECORD))
+    return sum(path.stat().st_size for path in paths if path.is_file())

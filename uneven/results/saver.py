@@ -71,16 +71,18 @@ class Saver:
     ) -> None:
         self.saved: list[Path] = []  # on rank 0: the checkpoints written, in order
         self.notes: list[str] = []  # lines for the user, until `take_notes`
-        self._rank, self._world_size, self._token = rank, world_size, token
+        self._rank, self._world_size = rank, world_size
+        self._token = token
         self._places = tuple(places) or tuple(f"rank {number}" for number in range(world_size))
         self._leader = leader
         self._deadline_s = deadline_s  # how long rank 0 waits for the other ranks' parts
         self._jobs: SimpleQueue[_Save | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._taken, self._idle, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._taken, self._idle = threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
+        self._closing = threading.Event()
         self._homes: set[Path] = set()  # the folders in which there may be marks of failed saves
         self._count = 0
 

@@ -32,6 +32,12 @@ from uneven.results.state_tree import join_tree, split_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 from uneven.timeline.timeline import RunFacts, Timeline
 
+# The fields that state.json has as they are; of the others it has the names, or log.json has them.
+IN_RECORD = (
+    *("finished", "stopped", "best", "slot", "samples", "dataset_samples", "tied", "param_groups", "history"),
+    *("dropped", "config", "structure", "skipped"),
+)
+
 
 @dataclass(frozen=True, repr=False)
 class TrainedState:
@@ -138,22 +144,10 @@ class TrainedState:
     def record(self) -> dict[str, Any]:
         """The entries of `state.json` that are the state's own."""
         return {
-            "finished": self.finished,
-            "stopped": self.stopped,
-            "best": self.best,
-            "slot": self.slot,
-            "samples": self.samples,
-            "dataset_samples": self.dataset_samples,
+            **{name: getattr(self, name) for name in IN_RECORD},
             "params": list(self.params),  # in the model's order, which safetensors does not keep
             "buffers": list(self.buffers),
             "extra": split_tree(self.extra, "extra")[0],
-            "tied": self.tied,
-            "param_groups": self.param_groups,
-            "history": self.history,
-            "dropped": self.dropped,
-            "config": self.config,
-            "structure": self.structure,
-            "skipped": self.skipped,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
         }
 
@@ -203,28 +197,21 @@ class TrainedState:
         optimizer = open_tensors(folder / ("rank-0.safetensors" if is_checkpoint else "optimizer.safetensors"), what)
         extra = {name: optimizer[name] for name in optimizer if name.startswith("extra.")}
         try:
+            plain = {name: record[name] for name in IN_RECORD if name in record}
+            plain |= {name: [tuple(row) for row in record.get(name, ())] for name in ("dropped", "skipped")}
             return cls(
-                params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
+                **{
+                    **plain,
+                    "best": None if is_checkpoint else record.get("best"),
+                },  # a checkpoint's params are the last
+                params={name: tensors[name] for name in record["params"]},
                 buffers={name: tensors[name] for name in record["buffers"]},
                 extra=join_tree(record.get("extra", {}), extra),
-                tied=record["tied"],
                 optimizer=_rank_0_optimizer(folder, optimizer)
                 if is_checkpoint
                 else {name: optimizer[name] for name in optimizer if name not in extra},
-                param_groups=record["param_groups"],
-                history=record["history"],
-                config=record["config"],
-                slot=record["slot"],
-                samples=record["samples"],
-                dataset_samples=record.get("dataset_samples", 0),
-                finished=record["finished"],
-                stopped=record.get("stopped"),
-                best=None if is_checkpoint else record.get("best"),  # a checkpoint's params are the last
-                dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
                 folder=folder,
-                structure=record.get("structure"),
                 checkpoint=Path(record["checkpoint"]) if record.get("checkpoint") else None,
-                skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
                 **_read_log(folder, record),
             )
         except KeyError as error:

@@ -102,7 +102,7 @@ class Copies:
         """On rank 0, when a checkpoint is whole: the keeper may read it, and the one before no longer."""
         if not self._gives_out or leader is None:
             return
-        names = [RECORD, *listed_files(read_record(folder), str(folder))]
+        names = [RECORD, *listed_files(read_record(folder))]
         before, self._shared = self._shared, _key(partial)
         leader.share(self._shared, folder, names=names)
         if before:
@@ -122,7 +122,7 @@ class Copies:
             if not leader.get_awaited(_key(partial), partial.name, RECORD, draft, is_closing):
                 return False
             record: dict[str, Any] = read_record(draft)
-            leader.get(_key(partial), list(listed_files(record, name)), draft)
+            leader.get(_key(partial), list(listed_files(record)), draft)
             check_files(draft, record)
             put_in_place(draft, self.folder / name)
         finally:

@@ -143,7 +143,7 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
         if chosen is None:
             return plan, _Choice("", None if plan.config.out is None else str(plan.config.out.absolute()))
         kind, folder, first = "checkpoint" if plan.finished is None else "result", chosen, RECORD
-        names = [RECORD, *listed_files(read_record(folder), str(folder))]
+        names = [RECORD, *listed_files(read_record(folder))]
     key = None
     if context.leader is not None:
         key = secrets.token_hex(8)

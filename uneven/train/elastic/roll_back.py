@@ -110,7 +110,7 @@ def _offer(info: RankInfo, left: list[Path], notes: list[str]) -> dict[str, Any]
     told = {"notes": [*notes, *(f"  passed over: {fault}" for fault in faults)], "folder": None}
     if found is None:
         return told
-    names = [RECORD, *listed_files(found.record, str(found.folder))]
+    names = [RECORD, *listed_files(found.record)]
     key = None
     if not info.roster.is_one_machine and info.leader is not None:
         key = secrets.token_hex(8)
