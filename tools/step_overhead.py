@@ -32,7 +32,7 @@ from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.parallel.reducer import Reducer
@@ -244,7 +244,7 @@ def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str,
     if len(parsed) == 1:
         info = RankInfo(0, parsed)
         return measure(rounds, steps, Worker(task, config, info, lambda _: SoloGroup(), Requests(), Reporter("off")))
-    config, _ = settle(config, parsed)
+    config, _ = resolve_auto(config, parsed)
     content = (task, config, partial(program, rounds, steps))
     return run_ranks(content, parsed, Requests(), Silent("off"), _read)
 

@@ -15,7 +15,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import RefusedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.checks.agreement import describe_data
+from uneven.launch.checks.parity import describe_order
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.newcomer import RUN, check_newcomer, describe_run, facts_key
 from uneven.launch.requests import Requests
@@ -51,7 +51,7 @@ class Leading:
         facts = describe_run(self.environment, RUN, worker, 0, 0)
         self.store.set(facts_key(RUN), json.dumps(facts))
         known, model = under(f"run/{RUN}", self.store), worker.engine.model
-        known.set("fingerprint/settings/0", json.dumps(describe_data(worker)))
+        known.set("fingerprint/settings/0", json.dumps(describe_order(worker)))
         tensors = describe_tensors([*model.named_parameters(), *model.named_buffers()])
         known.set("fingerprint/model/0", json.dumps(tensors))
         return facts

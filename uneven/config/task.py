@@ -79,7 +79,7 @@ class Task:
     callbacks: tuple[Any, ...] = ()
     is_own_loop: bool = False  # the user's code calls forward and step: `train_step` returns the loss that it passed
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
-    # What the functions made where the script runs, for ranks to compare with (launch/checks/made.py).
+    # What the functions made where the script runs, for ranks to compare with (launch/checks/trial.py).
     made: Mapping[str, Mapping[str, str]] | None = None
 
 
@@ -129,7 +129,7 @@ def check_evaluation(evaluation: Evaluation) -> None:
 def _check_dataset(name: str, dataset: Any) -> None:
     check_data(name, dataset)
     if is_stream(dataset):
-        return  # data/source.py knows how it is read, and launch/checks/streams.py checks it
+        return  # data/source.py knows how it is read, and launch/checks/settings.py checks it
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(
             f"{name} must be map-style, with len() and indexing, or a stream: an IterableDataset whose __iter__ begins "

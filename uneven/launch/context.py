@@ -24,7 +24,7 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import newcomer
-from uneven.launch.checks.agreement import describe_data
+from uneven.launch.checks.parity import describe_order
 from uneven.launch.checks.resume import content_lines
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -198,7 +198,7 @@ class ProcessContext:
         self._output = output if report.is_shared else None
 
         def join(model: nn.Module) -> Group:
-            return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
+            return self.join(model, rank_info, config, [*describe_order(worker), *content_lines(config)], report.say)
 
         def enter() -> None:
             self._runs, self._rank_info = self._runs + 1, rank_info

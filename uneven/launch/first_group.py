@@ -8,7 +8,7 @@ from torch import nn
 from uneven.comm.form import form_group
 from uneven.comm.group import Group
 from uneven.config import RunConfig
-from uneven.launch.checks.agreement import check_agreement
+from uneven.launch.checks.parity import check_agreement
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.membership import form_ranks
 from uneven.train.rank_info import RankInfo

@@ -15,8 +15,7 @@ from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import RefusedError
-from uneven.launch.checks.agreement import PER_RANK_SETTINGS, describe_data
-from uneven.launch.checks.parity import compare_sets, describe_sets
+from uneven.launch.checks.parity import PER_RANK_SETTINGS, compare_sets, describe_order, describe_sets
 from uneven.launch.environment import LaunchEnvironment
 from uneven.train.elastic import settle
 from uneven.train.worker import Worker
@@ -109,7 +108,7 @@ def adopt_settings(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
 
 def check_newcomer(environment: LaunchEnvironment, worker: Worker) -> None:
     """RefusedError where the data or the model's tensors are not those of rank 0; the settings are rank 0's own."""
-    data, store = describe_data(worker), environment.connect("")
+    data, store = describe_order(worker), environment.connect("")
     info, model = worker.rank_info, worker.engine.model
     hosts = ["the leader", info.roster.host(info.rank)]
     known = under(f"run/{RUN}", store)

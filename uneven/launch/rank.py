@@ -120,7 +120,7 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
 
     Every rank has that state, and stays until it is written: where rank 0 is lost meanwhile, the next one writes it.
     """
-    from uneven.launch.checks.made import compare_in_rank
+    from uneven.launch.checks.trial import compare_in_rank
     from uneven.launch.context import set_process_context
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests

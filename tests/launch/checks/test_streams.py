@@ -18,7 +18,7 @@ from uneven import Ddp, InputError, fit
 from uneven.config import Evaluation, Loading, Task, resolve
 from uneven.data.reader import Reader, unpack
 from uneven.data.stream import OnePass, OwnRandom
-from uneven.launch.checks.streams import check_streams
+from uneven.launch.checks.settings import check_streams
 
 
 class Numbers(IterableDataset[Any]):

@@ -25,7 +25,7 @@ from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
@@ -81,7 +81,7 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
             "backend": order.backend,
         }
     )
-    config, _ = settle(config, devices)
+    config, _ = resolve_auto(config, devices)
     if config.slot_size(len(devices)) > len(data.train):
         raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the data set has")
     plan = SegmentPlan(

@@ -32,7 +32,7 @@ from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.find_script import Script
 from uneven.launch.run import launch
 from uneven.launch.script import run_on_ranks
@@ -159,7 +159,7 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
             f"training; leave it out, or use mode 'cpu-{config.policy}'"
         )
     devices = parse_devices(config.devices)
-    settle(config, devices)
+    resolve_auto(config, devices)
     check_loop(config, len(devices))
     reporter = Reporter("off" if order.progress == "off" else "lines")
     record = json.dumps({**vars(order), "out": str(order.out)})

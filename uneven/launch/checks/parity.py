@@ -1,7 +1,8 @@
-"""What ranks on several machines tell each other before they train, and where all of them refuse together.
+"""What ranks tell each other before they train, and where all of them refuse together.
 
-Called by launch/checks/preflight.py and launch/context.py. On one machine nothing is exchanged: all ranks read the same
-files on the same system. Every rank raises the same RefusedError, because all of them judge the same answers.
+Called by launch/checks/preflight.py and, before a group forms, by launch/first_group.py. On one machine only settings
+and models are compared: all ranks read the same files on the same system. Every rank raises the same RefusedError,
+because all of them judge the same answers.
 """
 
 import secrets
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from uneven.comm.fingerprint import agree, describe_tensors, exchange
+from uneven.comm.store import Store
 from uneven.config import Precision, RunConfig, Task
 from uneven.data.fingerprint import compare_data, describe_data
 from uneven.errors import RefusedError
@@ -24,9 +27,14 @@ from uneven.machines.code import script_digests
 from uneven.machines.facts import collect_facts
 from uneven.machines.links import Listener, Peer, judge, reach
 from uneven.machines.parity import Difference, compare, notes
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 SHARED_S = 5.0  # between two readings of clocks after an exchange, on a busy machine
 CLOSE = 1e-5  # relative: random numbers of two processors differ in their last bits
+# Settings that may differ between ranks: only the first rank writes and prints, and the folders that others read may
+# have other paths on other machines; what is in them is compared (launch/checks/resume.py `content_lines`).
+PER_RANK_SETTINGS = ("out", "overwrite", "progress", "resume", "replay")
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,12 @@ def check_facts(config: RunConfig, among: Among) -> list[str]:
     clocks = among.share(time.time())  # all have been here a moment ago, so these were read at about the same time
     clocks = [clocks[among.roster.ranks_of(machine)[0]] for machine in range(len(found))]
     leader, *others = ({**facts, "clock": clock} for facts, clock in zip(found, clocks, strict=True))
-    skip, precision, backend = config.skipped_checks, config.precision, config.backend
+    skip, precision = config.skipped_checks, config.precision
     for other in others:
-        refuse(compare(leader, other, round_trip_s=SHARED_S, skip=skip, precision=precision, backend=backend))
+        differences = compare(
+            leader, other, round_trip_s=SHARED_S, skip=skip, precision=precision, backend=config.backend
+        )
+        refuse(differences)
     return [f"  note: {note}" for other in others for note in notes(leader, other)]
 
 
@@ -121,7 +132,10 @@ def check_links(config: RunConfig, among: Among, address: str) -> None:
     listener = Listener(address, token) if rank in speakers else None
     try:
         ports = among.share(None if listener is None else [address, listener.port])
-        peers = [Peer(roster.host(speaker), *ports[speaker]) for speaker in speakers]
+        peers = []
+        for speaker in speakers:
+            place, port = ports[speaker]
+            peers.append(Peer(roster.host(speaker), place, port))
         report = None if listener is None else reach(roster.machines[rank], peers, listener, token)
         reports = among.share(report)  # nobody closes before all have tried
     finally:
@@ -203,3 +217,35 @@ def describe_initial(norms: Sequence[Sequence[Sequence[Any]]], roster: Roster) -
                     "rank 0's are used on all ranks"
                 ]
     return []
+
+
+def check_agreement(
+    store: Store,
+    rank_info: RankInfo,
+    model: nn.Module,
+    config: RunConfig | None,
+    data: Sequence[str],
+    say: Callable[[Sequence[str]], None],
+) -> None:
+    """InputError on every rank where settings, `data` (lines that describe it) or the model's tensors differ.
+
+    Initial values may differ, since rank 0's are taken; over machines `say` then prints that they do.
+    """
+    rank, world_size = rank_info.rank, rank_info.world_size
+    roster = rank_info.roster
+    lines = list(data)
+    settings = {} if config is None else config.to_json()
+    lines += [f"{name} = {value}" for name, value in settings.items() if name not in PER_RANK_SETTINGS]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    hosts = () if roster.is_one_machine else [roster.host(other) for other in range(world_size)]
+    agree(store, rank, world_size, lines, what="was given other settings", where="settings", hosts=hosts)
+    agree(store, rank, world_size, describe_tensors(named), hosts=hosts)
+    if hosts:
+        norms = exchange(store, "initial", rank, range(world_size), initial_norms(named))
+        say(describe_initial(norms, roster) if rank == 0 else ())
+
+
+def describe_order(worker: Worker) -> list[str]:
+    """Lines about the data that are the same on all ranks."""
+    axis, order = worker.engine.axis, worker.engine.order
+    return [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(worker.config.epochs):08x}"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from uneven.comm.segment import why_impossible
 from uneven.comm.torch_group import has_nccl
-from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
+from uneven.config import RunConfig, Task, check_task, is_stream
 from uneven.data.changed_settings import refuse_changed_settings
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
@@ -20,13 +20,11 @@ from uneven.data.replay import read_global_batch, read_log
 from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder
-from uneven.format import format_count
 from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded, native_precisions
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible
-from uneven.hardware.mps import check_slices
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
@@ -42,7 +40,7 @@ from uneven.launch.checks.parity import (
 )
 from uneven.launch.checks.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.checks.resume_ranks import plan_together
-from uneven.launch.checks.streams import check_streams
+from uneven.launch.checks.settings import check_devices, check_functions, check_streams
 from uneven.launch.checks.trial import try_functions
 from uneven.launch.context import ProcessContext
 from uneven.launch.control.folder_lock import HeldFolder, hold_folder
@@ -83,9 +81,9 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if among is not None and context.environment.door is None:  # else the leader has compared them at its door
         differing = check_facts(config, among)
         check_links(config, among, context.environment.address)
-    config, notes = settle(config, devices, among, context.is_crowded(devices))
+    config, notes = resolve_auto(config, devices, among, context.is_crowded(devices))
     notes += differing
-    _check_before_step(task, config, len(devices))
+    check_functions(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=is_one_machine)
     if context.is_alone or len(devices) == 1:
         plan = plan_resume(task, config, len(devices)) if config.resume is not None else ResumePlan(config, [])
@@ -105,7 +103,6 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     check_batch(task, config, order)
     if among is not None:
         notes += check_data_parity(task, config, among)
-    _check_evaluation(task, config)
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices), roster.machines)
     made = None
@@ -139,7 +136,7 @@ def _open_folder(out: Path, config: RunConfig) -> list[str]:
 
 
 def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) -> Prepared:
-    """Of a rank that joins a run in progress: its settings are settled, and its model and data are compared later."""
+    """Of a rank that joins a run in progress: the settings are the run's; model and data are compared later."""
     devices = context.devices(config.devices)
     check_device(devices[context.environment.rank])
     config = context.settings_of_run(config)
@@ -147,7 +144,7 @@ def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) ->
     return Prepared(config, devices, Reporter("off"))
 
 
-def settle(
+def resolve_auto(
     config: RunConfig, devices: tuple[Device, ...], among: Among | None = None, crowded: bool | None = None
 ) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
@@ -160,7 +157,7 @@ def settle(
         check_device(device)
     known = _look_at(devices, among, is_crowded(devices) if crowded is None else crowded)
     config, precision_notes = _resolve_precision(config, known)
-    _check_together(config, devices)
+    check_devices(config, devices)
     config, backend_notes = _resolve_backend(config, devices, known, () if among is None else among.roster.machines)
     return config, [*precision_notes, *backend_notes]
 
@@ -173,9 +170,8 @@ def _look_at(devices: tuple[Device, ...], among: Among | None, crowded: bool) ->
     formats = []
     for device in own:
         gpu = gpus.get(device.index or 0)
-        formats.append(
-            DeviceFormat(str(device), *choose_precision(device, system, gpu), native_precisions(device, system, gpu))
-        )
+        auto, why = choose_precision(device, system, gpu)
+        formats.append(DeviceFormat(str(device), auto, why, native=native_precisions(device, system, gpu)))
     if among is None:
         return Devices(formats, crowded, has_nccl())
     return exchange_devices(formats[0], crowded, has_nccl(), among)
@@ -226,16 +222,6 @@ def _advice(config: RunConfig) -> str:
     return f"speeds are measured as it trains; policy {config.policy} {ways[config.policy]}"
 
 
-def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
-    """InputError where there are no whole gradients to show to the user's function, or no Python runs in a step."""
-    if task.before_step is None:
-        return
-    if config.compile == "graph":
-        raise InputError("before_step with compile='graph': a captured step calls no function; use 'off' or 'default'")
-    if ranks > 1 and not config.is_replicated:
-        raise InputError(f"before_step with strategy={config.strategy!r}: gradients are in shards; use 'zero1'")
-
-
 def _check_global_batch(task: Task, config: RunConfig, ranks: int) -> RunConfig:
     """The settings as a replay's log has them; InputError where the limit or the data leaves nothing to choose."""
     least, most = config.slot_size(ranks), config.max_global_batch_size
@@ -253,25 +239,6 @@ def _check_global_batch(task: Task, config: RunConfig, ranks: int) -> RunConfig:
             "cannot be measured beforehand; pass a number"
         )
     return config
-
-
-def _check_evaluation(task: Task, config: RunConfig) -> None:
-    """InputError for settings of an evaluation that there is none of."""
-    for name in ("eval_every", "monitor", "keep_best"):
-        value = getattr(config, name)
-        if value is not None and task.evaluation is None:
-            raise InputError(
-                f"{name}={value!r} without an evaluation: pass evaluate=(test_set, eval_step) to fit, or leave it out; "
-                "in a loop of your own you evaluate yourself"
-            )
-    if config.scheduler_interval is not None and task.make_scheduler is None:
-        raise InputError(
-            f"scheduler_interval={config.scheduler_interval!r} without a scheduler: pass scheduler=..., or leave it out"
-        )
-    if config.monitor is not None and task.make_scheduler is None and config.keep_best is None:
-        raise InputError(
-            f"monitor={config.monitor!r} is for a ReduceLROnPlateau and for keep_best=...; pass one, or leave it out"
-        )
 
 
 def _check_replay(axis: Axis, config: RunConfig, ranks: int, machines: Sequence[int]) -> RunConfig:
@@ -325,48 +292,3 @@ def _resolve_backend(
     backend, why = choose_backend(config.backend, devices, known.has_nccl, known.is_crowded, why_not_shared, machines)
     has_choice = why_not_shared or not is_one_machine or any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
-
-
-def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
-    """InputError for settings that are right by themselves but not on these devices."""
-    names = ",".join(str(device) for device in devices)
-    check_slices(devices)
-    config.caps(len(devices))  # raises where memory_cap has another number of entries
-    if config.min_ranks > len(devices):
-        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {len(devices)}: {names}")
-    others = ",".join(str(device) for device in devices if device.kind != "cuda")
-    if config.compile == "graph" and others:
-        raise InputError(
-            f"compile='graph' captures a CUDA graph, which {others} cannot run; use compile='off' or 'default'"
-        )
-    for name in ("shares", "memory_shares"):
-        given = getattr(config, name)
-        if given is not None and len(given) != len(devices):
-            counts = f"{len(given)} entries for {format_count(len(devices), 'device')}"
-            raise InputError(f"{name}={given!r} has {counts}: {names}; pass one for each, or leave it out")
-    if len(devices) == 1:
-        if config.strategy in SHARDED:
-            raise InputError(
-                f"strategy={config.strategy!r} divides a model among devices, and {names} is one: name several, as in "
-                "devices='cpu,cpu', or leave strategy out"
-            )
-        return
-    if config.redundancy and sum(share > 0 for share in config.memory_shares or (1, 1)) < 2:
-        raise InputError(
-            f"redundancy={config.redundancy} with memory_shares={config.memory_shares!r}: a copy needs a second device "
-            "with a share above 0; give one, or leave redundancy out"
-        )
-    if config.shares is not None and config.policy == "sync":
-        raise InputError(
-            f"shares={config.shares!r} with policy='sync': sync shares equally; leave it out, or use policy='balanced'"
-        )
-    if config.shares is not None and config.policy == "async":
-        raise InputError(
-            f"shares={config.shares!r} with policy='async': devices claim batches as they come; use policy='cadence'"
-        )
-    if config.sync_batchnorm and config.is_local:
-        raise InputError(
-            f"sync_batchnorm=True with policy={config.policy!r}: devices step at different times and cannot "
-            "exchange statistics in every layer; buffers are averaged in each round. Leave it out, "
-            "or use policy='balanced'"
-        )

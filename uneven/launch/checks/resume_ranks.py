@@ -9,15 +9,12 @@ launch/checks/preflight.py, before a group has formed: all ranks exchange whethe
 error where one cannot.
 """
 
-import json
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from uneven.comm.fingerprint import TIMEOUT, agree
+from uneven.comm.fingerprint import agree, exchange
 from uneven.comm.store import Store
 from uneven.config import RunConfig, Task
 from uneven.data.replay import LOG
@@ -51,90 +48,50 @@ def plan_together(task: Task, config: RunConfig, context: ProcessContext, roster
     store = context.environment.connect(f"start/{context.starts}")
     if context.environment.is_launched:
         context.ranks.await_peers(store)
-    meeting = _Meeting(store, rank, roster)
-    meeting.compare([f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")])
+    settings = [f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")]
+    # One that was given another setting would not come to what follows.
+    agree(store, rank, ranks, settings, what="was given other settings", where="settings")
     if config.resume is None and config.replay is None:
         return ResumePlan(config, [])
     if rank == 0:
-        plan, choice = meeting.tell(lambda: _choose(task, config, context, ranks))
-        meeting.agree_to_go_on(None)
+        try:
+            plan, choice = _choose(task, config, context, ranks)
+        except Exception as error:
+            exchange(store, "choice", rank, [0], {"fault": str(error)})
+            raise
+        exchange(store, "choice", rank, [0], {"choice": asdict(choice)})
+        _agree_to_go_on(store, rank, roster, None)
         if choice.key is not None and context.leader is not None:
             context.leader.withdraw(choice.key)
         return plan
-    choice = meeting.hear()
-    found: ResumePlan | None = None
-    fault: str | None = None
+    told = exchange(store, "choice", rank, [0], None)[0]
+    if "fault" in told:
+        raise InputError(told["fault"])
+    choice = _Choice(**{**told["choice"], "names": tuple(told["choice"]["names"])})
     try:
-        found = _follow(task, config, context, meeting, choice)
+        plan = _follow(task, config, context, roster, store, choice)
     except (InputError, OSError) as error:  # a WireError, too
-        fault = str(error)
-    meeting.agree_to_go_on(fault)
-    assert found is not None, "no fault"
-    return found
+        _agree_to_go_on(store, rank, roster, str(error))
+        raise
+    _agree_to_go_on(store, rank, roster, None)
+    return plan
 
 
-class _Meeting:
-    """The ranks of a run that has no group yet, in a part of the store of their own."""
-
-    def __init__(self, store: Store, rank: int, roster: Roster) -> None:
-        self.rank, self.roster, self._store = rank, roster, store
-
-    def compare(self, lines: list[str]) -> None:
-        """InputError on all ranks where one was given another setting: it would not come to what follows."""
-        size = len(self.roster.devices)
-        agree(self._store, self.rank, size, lines, what="was given other settings", where="settings")
-
-    def tell(self, choose: "Callable[[], tuple[ResumePlan, _Choice]]") -> tuple[ResumePlan, _Choice]:
-        """Rank 0: what it has chosen, or why it could not."""
-        try:
-            plan, choice = choose()
-        except Exception as error:
-            self._store.set("choice", json.dumps({"fault": str(error)}))
-            raise
-        self._store.set("choice", json.dumps({"choice": asdict(choice)}))
-        return plan, choice
-
-    def hear(self) -> _Choice:
-        """InputError with rank 0's reason."""
-        told = self._get("choice")
-        if "fault" in told:
-            raise InputError(told["fault"])
-        return _Choice(**{**told["choice"], "names": tuple(told["choice"]["names"])})
-
-    def once_per_machine(self, copy: Callable[[], Path]) -> Path:
-        """What the first rank of this machine has copied, for all ranks of it."""
-        machine = self.roster.machines[self.rank]
-        key = f"copy/{machine}"
-        if self.roster.ranks_of(machine)[0] == self.rank:
-            try:
-                found = {"folder": str(copy())}
-            except (InputError, OSError) as error:
-                found = {"fault": str(error)}
-            self._store.set(key, json.dumps(found))
-        told = self._get(key)
-        if "fault" in told:
-            raise InputError(told["fault"])
-        return Path(told["folder"])
-
-    def agree_to_go_on(self, fault: str | None) -> None:
-        """Wait for all ranks; InputError on all of them where one has a fault, in the words of the first."""
-        self._store.set(f"outcome/{self.rank}", json.dumps({"fault": fault}))
-        faults = [self._get(f"outcome/{rank}")["fault"] for rank in range(len(self.roster.devices))]
-        for rank, found in enumerate(faults):
-            if found is not None:
-                host = self.roster.host(rank)
-                raise InputError(found if host in found else f"{host}: {found}")
-
-    def _get(self, key: str) -> dict[str, Any]:
-        self._store.wait([key], TIMEOUT)
-        found: dict[str, Any] = json.loads(self._store.get(key))
-        return found
+def _agree_to_go_on(store: Store, rank: int, roster: Roster, fault: str | None) -> None:
+    """Wait for all ranks; InputError on all of them where one has a fault, in the words of the first."""
+    ranks = range(len(roster.devices))
+    for other, found in enumerate(exchange(store, "outcome", rank, ranks, fault)):
+        if found is not None:
+            host = roster.host(other)
+            raise InputError(found if host in found else f"{host}: {found}")
 
 
 def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) -> tuple[ResumePlan, _Choice]:
-    """On rank 0: settle what is resumed or repeated, and let the leader share it."""
+    """On rank 0: decide what is resumed or repeated, and let the leader share it."""
+    plan = ResumePlan(config, [])
     if config.replay is not None:
-        plan, kind, folder, first, names = ResumePlan(config, []), "log", config.replay, LOG, [LOG]
+        kind, first, folder = "log", LOG, config.replay
+        names = [LOG]
         if not (folder / LOG).is_file():
             raise InputError(f"replay={str(folder)!r}: there is no {LOG} in it; pass the folder of a finished run")
     else:
@@ -142,8 +99,8 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
         chosen = plan.config.resume if plan.finished is None else plan.finished.folder
         if chosen is None:
             return plan, _Choice("", None if plan.config.out is None else str(plan.config.out.absolute()))
-        kind, folder, first = "checkpoint" if plan.finished is None else "result", chosen, RECORD
-        names = [RECORD, *listed_files(read_record(folder))]
+        kind, first = "checkpoint" if plan.finished is None else "result", RECORD
+        folder, names = chosen, [RECORD, *listed_files(read_record(chosen))]
     key = None
     if context.leader is not None:
         key = secrets.token_hex(8)
@@ -156,16 +113,18 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
     return plan, _Choice(kind, out, str(folder.absolute()), first, crc32, tuple(names), key)
 
 
-def _follow(task: Task, config: RunConfig, context: ProcessContext, meeting: _Meeting, choice: _Choice) -> ResumePlan:
+def _follow(
+    task: Task, config: RunConfig, context: ProcessContext, roster: Roster, store: Store, choice: _Choice
+) -> ResumePlan:
     """On another rank than 0: the same plan, from the same folder or a copy of it."""
     if config.out is None and choice.out is not None:
         config = replace(config, out=Path(choice.out))
     if not choice.kind:
         return ResumePlan(replace(config, resume=None), [])
-    rank, roster = meeting.rank, meeting.roster
+    rank = context.environment.rank
     folder = Path(choice.folder)
     if roster.machines[rank] != roster.machines[0] and choice.key is not None:
-        folder = meeting.once_per_machine(lambda: _copy(context, roster.local_ranks(rank), choice))
+        folder = _copy_for_machine(context, roster, store, choice)
     elif not _is_same(folder, choice):
         raise InputError(
             f"{roster.host(rank)} does not see {folder} of {roster.host(0)}, which {_setting(choice)} needs; use a "
@@ -177,6 +136,22 @@ def _follow(task: Task, config: RunConfig, context: ProcessContext, meeting: _Me
         finished = replace(TrainedState.load(folder), folder=Path(choice.folder))
         return ResumePlan(replace(config, resume=None), [], finished)
     return ResumePlan(follow_plan(task, config, len(roster.devices), rank, folder), [])
+
+
+def _copy_for_machine(context: ProcessContext, roster: Roster, store: Store, choice: _Choice) -> Path:
+    """The files that the ranks of this machine read, which the first of them has copied."""
+    rank = context.environment.rank
+    local = roster.local_ranks(rank)
+    found: dict[str, str] = {}
+    if rank == local[0]:
+        try:
+            found = {"folder": str(_copy(context, local, choice))}
+        except (InputError, OSError) as error:
+            found = {"fault": str(error)}
+    told = exchange(store, f"copy/{roster.machines[rank]}", rank, [local[0]], found)[0]
+    if "fault" in told:
+        raise InputError(told["fault"])
+    return Path(told["folder"])
 
 
 def _copy(context: ProcessContext, ranks: tuple[int, ...], choice: _Choice) -> Path:

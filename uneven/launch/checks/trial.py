@@ -4,6 +4,11 @@ Called by launch/checks/preflight.py in the launcher; a device alone needs none,
 at once. Model, optimizer and scheduler are made in a forked child and dropped with it, so that nothing is left of the
 trial: no random numbers drawn, nothing printed, no memory, no process, not even where a function hangs. The train step
 is not run: it may write somewhere. What the trial does not find, the ranks do.
+
+What the functions made is compared in rank 0 (launch/rank.py): the ranks import the user's modules anew. A setting that
+the script has changed there is refused (data/changed_settings.py); an object is not compared, so that a model or an
+optimizer may be another one than the script means. That is no error: a function may ask for the world size, which only
+a rank knows.
 """
 
 import gc
@@ -14,20 +19,26 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.launch.checks.made import describe_model, describe_optimizer
 from uneven.parallel.catalog import check_optimizer
 from uneven.policy.axis import Axis
 from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer
 from uneven.train.scheduled import make_schedule
 
+WHY = (
+    "the ranks import your modules anew, and an object that the script has changed in one of them is not changed "
+    "there; pass it to your functions as an argument, or start the script by uneven run"
+)
 LIMIT_S = 10.0  # a model that takes longer is left to the ranks
 
 
@@ -49,13 +60,13 @@ def try_functions(task: Task, config: RunConfig, axis: Axis) -> dict[str, dict[s
         make_schedule(task.make_scheduler, optimizer, config, axis)
         return made
 
-    told = json.loads(_told_by(make_all) or "{}") if hasattr(os, "fork") else {}
-    if "error" in told:
-        raise InputError(told["error"])
-    return told.get("made")
+    found = json.loads(_result_of(make_all) or "{}") if hasattr(os, "fork") else {}
+    if "error" in found:
+        raise InputError(found["error"])
+    return found.get("made")
 
 
-def _told_by(body: Callable[[], Any]) -> str:
+def _result_of(body: Callable[[], Any]) -> str:
     """Run `body` in a forked child; as JSON what it made, or the message of its InputError. Empty: something else."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -100,9 +111,9 @@ def _run_and_exit(body: Callable[[], Any], writing: int) -> NoReturn:
         os._exit(0)
 
 
-def _write_all(writing: int, told: Any) -> None:
+def _write_all(writing: int, result: Any) -> None:
     with os.fdopen(writing, "wb") as file:
-        file.write(json.dumps(told).encode())
+        file.write(json.dumps(result).encode())
 
 
 def _read_all(reading: int) -> str:
@@ -115,3 +126,50 @@ def _read_all(reading: int) -> str:
             return content.decode()
         content += piece
     return ""
+
+
+def describe_model(model: nn.Module) -> dict[str, str]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors}
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
+    """Its class, and the settings of its groups that are numbers, or several of them."""
+    found = {"class": type(optimizer).__name__}
+    for place, group in enumerate(optimizer.param_groups):
+        where = "" if len(optimizer.param_groups) == 1 else f" of param group {place}"
+        found |= {f"{name}{where}": repr(value) for name, value in group.items() if _is_setting(value)}
+    return found
+
+
+def compare_in_rank(task: Task, say: Callable[[Sequence[str]], None]) -> Task:
+    """The task, whose functions say where they make something else than the launcher's trial."""
+    made = task.made
+    if made is None:
+        return task
+
+    def make_model() -> nn.Module:
+        model = task.make_model()
+        say(_differences("the model's", made["model"], describe_model(model)))
+        return model
+
+    def make_optimizer(params: Any) -> Optimizer:
+        optimizer = task.make_optimizer(params)
+        say(_differences("the optimizer's", made["optimizer"], describe_optimizer(optimizer)))
+        return optimizer
+
+    return replace(task, make_model=make_model, make_optimizer=make_optimizer)
+
+
+def _differences(whose: str, there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """One line at most, with the first difference."""
+    for name in dict.fromkeys((*there, *here)):
+        if there.get(name) != here.get(name):
+            one, other = here.get(name, "missing"), there.get(name, "missing")
+            return [f"  {whose} {name} is {one} in the ranks and {other} where the script runs: {WHY}"]
+    return []
+
+
+def _is_setting(value: Any) -> bool:
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    return bool(numbers) and all(isinstance(number, int | float) for number in numbers)
