@@ -103,8 +103,14 @@ def test_every_engine_tries_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that says that it is one."""
     monkeypatch.setattr("uneven.step.precision.name_slice", lambda device: "cuda:0%40")
     monkeypatch.setattr(torch, "mm", one_block_wrong)
-    task = Task(lambda: Net(torch.float32), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, TensorData(X, Y))
+    task = Task(
+        lambda: Net(torch.float32),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        mean_loss,
+        TensorData(X, Y),
+        is_own_loop=True,
+    )
     info, config = RankInfo(0, (parse_device("cpu"),)), {"batch_size": 8, "epochs": 1}
-    Engine(task, resolve(config), info, Recorder(0), is_own_loop=True)
+    Engine(task, resolve(config), info, Recorder(0))
     with pytest.raises(MachineError, match="cuda:0%40"):
-        Engine(task, resolve({**config, "precision": "bf16"}), info, Recorder(0), is_own_loop=True)
+        Engine(task, resolve({**config, "precision": "bf16"}), info, Recorder(0))
