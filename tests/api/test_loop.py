@@ -12,55 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from tests.api.loops import DATA, SETTINGS, assert_equal, make_loop, on_ranks_catching, run_epochs
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
-from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory
-from uneven.config import RunConfig, Task, resolve
-from uneven.data.tensors import TensorData
 from uneven.errors import RankError
-from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
-from uneven.launch.training import collect
-from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
-
-SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs": 2, "seed": 3}
-DATA = TensorData(X.double(), Y)
-
-
-def make_loop(
-    group: ThreadGroup,
-    scheduler: Any = None,
-    model: Any = None,
-    optimizer: Any = OPTIMIZERS["sgd"],
-    before_step: Any = None,
-    dataset: Any = DATA,
-    **changes: Any,
-) -> Loop:
-    config: RunConfig = resolve({**SETTINGS, **changes})
-    check_loop(config, group.world_size, optimizer)
-    module = as_module(Net(torch.float64) if model is None else model)
-    make_optimizer = optimizer_factory(module, optimizer)
-    task = Task(lambda: module, make_optimizer, lambda *_: None, dataset, scheduler, before_step=before_step)
-
-    def make_worker(task: Task) -> Worker:
-        rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
-        return Worker(task, config, rank_info, lambda _: group, Requests(), Silent())
-
-    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
-        return collect(worker.group, worker.result(), worker.axis)
-
-    return Loop(task, make_worker, save, lambda: None)
-
-
-def run_epochs(loop: Loop, epochs: range = range(2), seen: list[int] | None = None) -> None:
-    for epoch in epochs:
-        for x, y in loop.batches(epoch):
-            if seen is not None:
-                seen.append(len(x))
-            loop.step(F.cross_entropy(loop(x), y))
 
 
 def train_loop(size: int, **changes: Any) -> list[TrainedState]:
@@ -70,15 +27,6 @@ def train_loop(size: int, **changes: Any) -> list[TrainedState]:
         return loop.finish()  # once more: the same state
 
     return on_threads(size, rank)
-
-
-def assert_equal(states: list[TrainedState], dense: TrainedState) -> None:
-    for state in states:
-        for name, value in state.params.items():
-            torch.testing.assert_close(value, dense.params[name], rtol=1e-10, atol=1e-10)
-            assert torch.equal(value, states[0].params[name])
-    assert any((value - dict(Net(torch.float64).named_parameters())[name]).abs().max() > 0.01
-               for name, value in dense.params.items())  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -137,17 +85,6 @@ def test_balanced_starts_even_and_learns() -> None:
     first = train_loop(3, policy="balanced")[0]
     shares = [{slot: samples for slot, _, samples in log}[0] for log in first.log]
     assert shares == [8, 8, 8]
-
-
-def on_ranks_catching(size: int, function: Callable[[ThreadGroup], Any]) -> list[BaseException | None]:
-    def rank(group: ThreadGroup) -> BaseException | None:
-        try:
-            function(group)
-        except (InputError, RankError) as error:
-            return error
-        return None
-
-    return on_threads(size, rank)
 
 
 @pytest.mark.parametrize("steps_before", [False, True])

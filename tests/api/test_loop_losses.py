@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from tests.api.loops import RunOnThreads
 from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, LossyGroup, fill, flat, on_lossy_threads
 from tests.train.elastic.test_settle import ways
 from tests.train.elastic.test_settle_local import SAMPLES, Count, count_step, level
@@ -76,16 +77,17 @@ def run(
     joins: Sequence[Join] = (),
 ) -> tuple[Found, Any]:
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
-        def make_worker(task: Task) -> Worker:
-            worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-            worker.membership = membership
-            return worker
+        class Surviving(RunOnThreads):
+            def make_worker(self, task: Task) -> Worker:
+                worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
+                worker.membership = membership
+                return worker
 
-        def save(worker: Worker, was_interrupted: bool) -> TrainedState:
-            result = worker.surviving(worker.result)
-            return worker.finish(lambda: collect(worker.group, result, worker.axis))
+            def save(self, worker: Worker, was_interrupted: bool) -> TrainedState:
+                result = worker.surviving(worker.result)
+                return worker.finish(lambda: collect(worker.group, result, worker.axis))
 
-        with Loop(task if isinstance(task, Task) else task(), make_worker, save, lambda: None) as loop:
+        with Loop(task if isinstance(task, Task) else task(), Surviving(group, config)) as loop:
             epochs(loop, str(info.member))
         return loop.finish(), loop.worker
 

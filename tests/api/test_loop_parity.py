@@ -1,6 +1,6 @@
 """What a loop of the user's own may do, against the plain PyTorch loop that does the same: every param, in fp64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,23 +10,29 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from tests.api.test_loop import SETTINGS, assert_equal, make_loop, on_ranks_catching
+from tests.api.loops import (
+    GAN_DATA,
+    NOISE,
+    SETTINGS,
+    SLOT,
+    Batch,
+    Pair,
+    assert_equal,
+    assert_params,
+    d_losses,
+    g_loss,
+    make_loop,
+    on_ranks_catching,
+    plain_batches,
+    step_each,
+)
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, train
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, train
 from uneven import InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.data.sample_order import permutation
-from uneven.data.tensors import TensorData
 
-SLOT = 24
 ACCUMULATED: dict[str, Any] = {"batch_size": 4, "accumulate": 3, "global_batch_size": SLOT}
-Batch = tuple[Tensor, Tensor]
-
-
-def plain_batches(epoch: int, size: int = SLOT) -> Iterator[Batch]:
-    """The global batches of an epoch, as one device sees them."""
-    order = torch.from_numpy(permutation(3, epoch, len(X)))
-    return ((X.double()[rows], Y[rows]) for rows in order.split(size))
 
 
 def plain_loop(step: Callable[[nn.Module, Any, Batch], None], **options: Any) -> dict[str, Tensor]:
@@ -54,17 +60,6 @@ def run(size: int, body: Callable[[Loop, Any], None], **options: Any) -> list[Tr
         return loop.finish()
 
     return on_threads(size, rank)
-
-
-def assert_params(states: list[TrainedState], expected: dict[str, Tensor]) -> None:
-    for state in states:
-        for name, value in state.params.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
-            assert torch.equal(value, states[0].params[name])
-
-
-def step_each(loop: Loop, batch: Any) -> None:
-    loop.step(F.cross_entropy(loop(batch[0]), batch[1]))
 
 
 def backward_then_step(loop: Loop, batch: Any) -> None:
@@ -180,33 +175,6 @@ def test_an_instance_of_other_params_is_refused() -> None:
     (error,) = on_ranks_catching(1, rank)
     assert "holds 6 of 6 params that are not the model's" in str(error)
     assert "parameters() of the model" in str(error)
-
-
-class Pair(nn.Module):
-    """A generator or a discriminator: 6 numbers to 6, or to 1."""
-
-    def __init__(self, outputs: int, seed: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, outputs)).double()
-        own = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randn(param.shape, generator=own, dtype=torch.float64) * 0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
-
-
-NOISE = torch.randn(70, 6, generator=torch.Generator().manual_seed(9)).double()
-GAN_DATA = TensorData(X.double(), NOISE)
-
-
-def d_losses(g: nn.Module, d: nn.Module, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    return F.softplus(-d(real)).mean(), F.softplus(d(g(noise).detach())).mean()
-
-
-def g_loss(g: nn.Module, d: nn.Module, noise: Tensor) -> Tensor:
-    return F.softplus(-d(g(noise))).mean()
 
 
 def plain_gan(every: int = 1, without: int | None = None) -> dict[str, Tensor]:

@@ -10,14 +10,23 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from tests.api.test_loop import DATA, make_loop, on_ranks_catching
-from tests.api.test_loop_parity import GAN_DATA, Pair, assert_params, g_loss, plain_batches, step_each
+from tests.api.loops import (
+    DATA,
+    GAN_DATA,
+    Pair,
+    assert_params,
+    g_loss,
+    make_loop,
+    on_ranks_catching,
+    plain_batches,
+    step_each,
+)
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
 from tests.train.test_streams import SizedPlain
 from uneven import Ddp, InputError, TrainedState
-from uneven.api.epoch_log import EpochLog
 from uneven.api.loop import Loop
+from uneven.api.loop_progress import EpochLog
 from uneven.config import ENTRY_KEYS
 from uneven.data.replay import read_log
 from uneven.data.sample_order import prove_exactly_once

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from tests.api.test_loop import make_loop
-from tests.api.test_loop_parity import GAN_DATA, Pair, d_losses, g_loss
+from tests.api.loops import GAN_DATA, Pair, d_losses, g_loss, make_loop
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
 from tests.train.test_gradient_sync import Net as PlainNet

@@ -5,7 +5,7 @@ import time
 import pytest
 from torch.nn import functional as F
 
-from tests.api.test_loop import make_loop
+from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from uneven.api.loop import Loop
 from uneven.timeline.record import Recorder

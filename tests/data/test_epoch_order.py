@@ -10,20 +10,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
+from tests.api.loops import RunOnThreads
 from tests.data.pipelines import QUIET, SAMPLES, Net, loss_of, pad, seeded, sgd
-from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.ranks import ThreadGroup, on_threads
 from uneven import Ddp, InputError, TensorData, fit
 from uneven.api.loop import Loop
 from uneven.config import Loading, RunConfig, Task, resolve
 from uneven.data.epoch_order import DrawnOrder, make_axis, make_order
 from uneven.data.feed import make_feed
-from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
-from uneven.launch.training import collect
 from uneven.policy.axis import part_of
 from uneven.policy.exact import Fixed
-from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -130,19 +126,11 @@ def test_a_state_carried_from_batch_to_batch_is_that_of_one_device_with_fixed_sh
     config = resolve(
         {"batch_size": 4, "epochs": 1, "shares": (5, 3), "shuffle": False, "drop_last": True, "policy": "balanced"}
     )
-    devices = parse_devices(["cpu", "cpu"])
 
     def rank(group: ThreadGroup) -> dict[str, torch.Tensor]:
-        def make_worker(task: Task) -> Worker:
-            info = RankInfo(group.rank, devices)
-            return Worker(task, config, info, lambda _: group, Requests(), Silent())
-
-        def save(worker: Worker, was_interrupted: bool) -> Any:
-            return collect(worker.group, worker.result(), worker.axis)
-
         model = Recurrent()
         task = Task(lambda: model, sgd, lambda *_: None, TensorData(pieces))
-        ddp = Loop(task, make_worker, save, lambda: None)
+        ddp = Loop(task, RunOnThreads(group, config))
         state = torch.zeros((5, 3)[group.rank], 4).double()
         for x in ddp.batches(0):
             state = ddp(x, state.detach())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.api.test_loop import make_loop
+from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import Net, train
 from uneven import InputError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api.test_loop import make_loop, run_epochs
+from tests.api.loops import make_loop, run_epochs
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, mean_loss
 from tests.train.test_resume import DATA

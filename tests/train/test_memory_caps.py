@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.api.test_loop import make_loop, run_epochs
+from tests.api.loops import make_loop, run_epochs
 from tests.ranks import on_threads
 from tests.train.test_gradient_sync import X, Y, assert_exact, loss_and_count, mean_loss, train
 from uneven import InputError

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.api.test_loop import make_loop
+from tests.api.loops import make_loop
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, Y, mean_loss
 from tests.train.test_local_sgd import SEED, dense, train

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.api.test_loop import make_loop
+from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import Net
 from uneven.errors import InputError, LeftLoopError

@@ -5,17 +5,19 @@ it raises into an error on every rank. A slot is stepped once, with its last mic
 often as the user says, and it ends when the next batch is asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from uneven.api.loop_inputs import ZERO1, describe_loss
-from uneven.api.script_steps import name_second_backward, refuse_script_steps
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
+from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.axis import Part
 from uneven.step.several import OptimizerGroup, RankLeftError, SeveralSteps
 from uneven.train.gradient_sync import GradientSync
@@ -66,7 +68,8 @@ class BatchSteps:
 
         Until the function that is returned is called, at the end of the run, only `step` may step an optimizer.
         """
-        self._worker, engine = worker, worker.engine
+        self._worker = worker
+        engine = worker.engine
         if isinstance(engine.optimizer, OptimizerGroup):
             engine.use_step(SeveralSteps(engine.eager, engine.optimizer))
         return refuse_script_steps(worker)
@@ -78,7 +81,9 @@ class BatchSteps:
         return loss
 
     def hand_out(self, part: Part, micros: Micros, place: int) -> Batch:
-        self._due, self._is_dropped, self.is_void = _Due(part, micros, place), False, False
+        self._due = _Due(part, micros, place)
+        self._is_dropped = False
+        self.is_void = False
         self._parts = len(self._worker.engine.log)
         self.samples, self.is_last = self._due.samples, self._due.is_last
         self.began_ns = self._worker.recorder.enter("compute")
@@ -146,7 +151,8 @@ class BatchSteps:
     def take_back(self) -> bool:
         """Ranks were lost and the rest has settled: whether the batch in the user's hands has become void."""
         self.is_void = self._parts == len(self._worker.engine.log)
-        self._parts, self._due, self._is_dropped, self._loss = None, None, True, None
+        self._parts = self._due = self._loss = None
+        self._is_dropped = True
         eager = self._worker.engine.eager
         eager.is_further_loss = False
         eager.cancel()
@@ -227,3 +233,45 @@ def _check_loss(loss: Any, what: str, *, may_be_none: bool = False) -> None:
             f"ddp.{what}() was given {describe_loss(loss)}; pass the batch's mean loss as one scalar tensor with its "
             "graph (before backward, without detach), or (loss_sum, count)"
         )
+
+
+def refuse_script_steps(worker: Worker) -> Callable[[], None]:
+    """An `optimizer.step()` of a converted script would apply every gradient twice, the same on all ranks, so that
+    nothing else could notice it. Refused until the function that is returned is called.
+    """
+    engine = worker.engine
+
+    @changes_nothing
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if engine.eager.precision.is_stepping:
+            return
+        if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+            raise InputError(
+                "optimizer.step() was called by the script: ddp.step(loss) runs backward, sums the gradients over the "
+                "devices and steps the optimizer, so take that call out of the loop"
+            )
+
+    made = engine.optimizer
+    members = made.members.values() if isinstance(made, OptimizerGroup) else [made]
+    handles = [optimizer.register_step_pre_hook(check) for optimizer in members]
+
+    def allow() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return allow
+
+
+@contextmanager
+def name_second_backward() -> Iterator[None]:
+    """Around a backward of ours: where the script has run `loss.backward()`, torch's message does not help."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise InputError(
+            "backward has run through this loss's graph already: ddp.step(loss) and ddp.backward(loss) run backward "
+            "themselves, so take loss.backward() out of the loop; losses that share a graph are added up first"
+        ) from error

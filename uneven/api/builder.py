@@ -5,9 +5,9 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from uneven.api.settings import SettingMethods
@@ -27,46 +27,77 @@ if TYPE_CHECKING:
 _RESUMED: "WeakKeyDictionary[ProcessContext, Path]" = WeakKeyDictionary()  # the run that `uneven run --resume` was for
 
 
+@dataclass
+class TaskParts:
+    """What a script gives beside model, optimizer, step and settings, in each of its three ways; not checked yet."""
+
+    dataset: Any = None
+    scheduler: Any = None
+    evaluation: tuple[Any, ...] | None = None  # (test_set, eval_step, every, batch_size, collate_fn), or the first two
+    before_step: Callable[..., Any] | None = None
+    loading: Loading = field(default_factory=Loading)
+    callbacks: tuple[Any, ...] = ()
+
+    def make_task(
+        self, make_model: Any, make_optimizer: Any, train_step: TrainStep, settings: Mapping[str, Any]
+    ) -> tuple[Task, RunConfig]:
+        """With what a DataLoader says, and what `uneven run` was given."""
+        dataset, loading, settings = take_apart(self.dataset, self.loading, settings, command_line_settings())
+        evaluation = None
+        if self.evaluation is not None:
+            test_set, eval_step, every, batch_size, collate_fn = (*self.evaluation, "epoch", None, None)[:5]
+            evaluation = take_test_set(test_set, eval_step, every, batch_size, collate_fn, self.loading.collate_fn)
+        task = Task(
+            make_model,
+            make_optimizer,
+            train_step,
+            dataset,
+            self.scheduler,
+            evaluation,
+            loading,
+            self.callbacks,
+            before_step=self.before_step,
+        )
+        return task, resolve_here(settings)
+
+
 class Builder(SettingMethods):
     """Life cycle: made from the factories, filled by its methods in any order, `run()` at the end.
 
     Nothing is checked and nothing starts before `run()`, which may be called again for another run.
     """
 
-    def __init__(self, make_model: Any, make_optimizer: Any, train_step: TrainStep) -> None:
+    def __init__(
+        self, make_model: Any, make_optimizer: Any, train_step: TrainStep, parts: TaskParts | None = None
+    ) -> None:
         super().__init__()
         self._factories = (make_model, make_optimizer, train_step)
-        self._dataset: Any = None
-        self._make_scheduler: Callable[..., Any] | None = None
-        self._evaluation: tuple[Any, EvalStep, int | str, int | None, Callable[..., Any] | None] | None = None
-        self._before_step: Callable[..., Any] | None = None
-        self._loading = Loading()
-        self._callbacks: list[Any] = []
+        self._parts = parts or TaskParts()
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
         """The training set: a TensorData, a TensorDataset, any map-style data set, or a DataLoader of one."""
-        self._dataset = dataset
+        self._parts.dataset = dataset
         return self
 
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> "Self":
         """collate_fn(list of samples) -> a batch, as in a DataLoader; for a test set that is none, too."""
-        self._loading = replace(self._loading, collate_fn=collate_fn)
+        self._parts.loading = replace(self._parts.loading, collate_fn=collate_fn)
         return self
 
     def sampler(self, sampler: Iterable[int]) -> "Self":
         """The order of each epoch in place of a permutation; as in a DataLoader, but drawn alike on every device."""
-        self._loading = replace(self._loading, sampler=sampler)
+        self._parts.loading = replace(self._parts.loading, sampler=sampler)
         return self
 
     def batch_sampler(self, batch_sampler: Iterable[Sequence[int]]) -> "Self":
         """Batches of sample numbers, each of which is one optimizer step; in place of batch_size."""
-        self._loading = replace(self._loading, batch_sampler=batch_sampler)
+        self._parts.loading = replace(self._parts.loading, batch_sampler=batch_sampler)
         return self
 
     def scheduler(self, make_scheduler: Callable[..., Any]) -> "Self":
         """make_scheduler(optimizer) or make_scheduler(optimizer, total_steps) -> a torch scheduler."""
-        self._make_scheduler = make_scheduler
+        self._parts.scheduler = make_scheduler
         return self
 
     def evaluate(
@@ -84,17 +115,17 @@ class Builder(SettingMethods):
         """
         if read_every(every) is None:
             raise InputError(f"every={every!r} must be 'epoch', {INTERVAL}")
-        self._evaluation = (test_set, eval_step, every, batch_size, collate_fn)
+        self._parts.evaluation = (test_set, eval_step, every, batch_size, collate_fn)
         return self
 
     def callbacks(self, *callbacks: Any) -> "Self":
         """Objects with on_start, on_step, on_round, on_eval, on_save, on_end or some of them; see `uneven.Callback`."""
-        self._callbacks += callbacks
+        self._parts.callbacks += callbacks
         return self
 
     def before_step(self, function: Callable[..., Any]) -> "Self":
         """function(model) or function(model, optimizer) before every update, with the summed gradients in place."""
-        self._before_step = function
+        self._parts.before_step = function
         return self
 
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
@@ -106,23 +137,8 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
-        overrides = command_line_settings()
-        dataset, loading, settings = take_apart(
-            self._dataset, self._loading, cast("dict[str, Any]", self._settings), overrides
-        )
-        evaluation = None
-        if self._evaluation is not None:
-            evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
-        task = Task(
-            *self._factories,
-            dataset,
-            self._make_scheduler,
-            evaluation,
-            loading,
-            callbacks=tuple(self._callbacks),
-            before_step=self._before_step,
-        )
-        choice = choose(task, resolve_here(settings))
+        task, config = self._parts.make_task(*self._factories, {**self._settings})
+        choice = choose(task, config)
         return launch(task, choice.config, on_epoch=self._on_epoch, plan=choice.plan, notes=choice.notes)
 
 

@@ -9,25 +9,24 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from uneven.api.builder import Builder, resolve_here
+from uneven.api.builder import Builder, TaskParts
 from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
 from uneven.config import EvalStep, Loading, Task, TrainStep, check_evaluate, check_list
-from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.checks.preflight import prepare
-from uneven.launch.context import command_line_settings, process_context
+from uneven.launch.checks.preflight import Prepared, prepare
+from uneven.launch.context import process_context
 from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.run import starting
 from uneven.launch.signals import SIGNALS
@@ -78,21 +77,21 @@ def fit(
     >>> round(state.params["weight"].item(), 2)
     3.0
     """
-    builder = Ddp.builder(model, optimizer, step).dataset(dataset)
-    if scheduler is not None:
-        builder.scheduler(scheduler)
-    if collate_fn is not None:
-        builder.collate_fn(collate_fn)
-    if sampler is not None:
-        builder.sampler(sampler)
-    if batch_sampler is not None:
-        builder.batch_sampler(batch_sampler)
+    parts = TaskParts(
+        dataset,
+        scheduler,
+        _checked(evaluate),
+        before_step,
+        Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler),
+        check_list(callbacks),
+    )
+    return Builder(model, optimizer, step, parts).settings(**settings).run().join()
+
+
+def _checked(evaluate: tuple[Any, EvalStep] | None) -> tuple[Any, EvalStep] | None:
     if evaluate is not None:
         check_evaluate(evaluate)
-        builder.evaluate(*evaluate)
-    if before_step is not None:
-        builder.before_step(before_step)
-    return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
+    return evaluate
 
 
 ROWS_MOVE = (
@@ -135,27 +134,26 @@ class Ddp:
         they mean there. On several devices the script is started by `uneven run` or torchrun; the group forms here.
         When a callback stops the run, `batches` has no more of them.
         """
-        overrides = command_line_settings()
-        given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
-        dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        config, own = resolve_here(taken), check_list(callbacks)
+        parts = TaskParts(
+            dataset,
+            scheduler,
+            _checked(evaluate),
+            before_step,
+            Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler),
+            check_list(callbacks),
+        )
         module = as_module(model)
-        evaluation = None
-        if evaluate is not None:
-            check_evaluate(evaluate)
-            evaluation = take_test_set(*evaluate, 1, None, None, collate_fn)
         make_optimizer = optimizer_factory(module, optimizer)
-        make_scheduler = scheduler_factory(scheduler, optimizer, config)
-        objects = (dataset, make_scheduler, evaluation, loading)
-        task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
+        task, config = parts.make_task(lambda: module, make_optimizer, lambda *_: None, {**settings})
+        task = replace(task, make_scheduler=scheduler_factory(scheduler, optimizer, config))
         choice = choose(task, config, is_own_loop=True)
-        config = choice.config
+        out = choice.config.out
         try:
-            with starting(process_context(), config, signal.SIGINT) as start:
+            with starting(process_context(), choice.config, signal.SIGINT) as start:
                 return _start_loop(task, optimizer, choice, start)
         except BaseException:
-            if config.out is not None and process_context().rank == 0:
-                release_out_folder(config.out)
+            if out is not None and process_context().rank == 0:
+                release_out_folder(out)
             raise
 
     @staticmethod
@@ -205,42 +203,58 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    requests, stoppable = start.requests, start.stoppable
-    ended: dict[str, TrainedState] = {}
     start.list_run(context, reporter, config, devices)
-    begin = read_counters(context.tree_pid)
+    run = _LoopRun(prepared, choice, start)
+    start.has_begun = True
+    loop = Loop(task, run, prepared.finished)
+    start.stoppable.may_leave = lambda: loop.is_between_epochs
+    return loop
 
-    def make_worker(task: Task) -> Worker:
-        context.begin_run(requests)
-        return context.make_worker(task, config, devices, requests, reporter)
 
-    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
-        interference = Interference.between(begin, read_counters(context.tree_pid))
+class _LoopRun:
+    """What is around a loop of one's own in this process: its worker before, its results and the run's end after."""
+
+    def __init__(self, prepared: Prepared, choice: Choice, start: Start) -> None:
+        self._prepared = prepared
+        self._plan = choice.plan
+        self._start = start
+        self._context = process_context()
+        self._begin = read_counters(self._context.tree_pid)
+        self._state: TrainedState | None = None
+
+    def make_worker(self, task: Task) -> Worker:
+        prepared, requests = self._prepared, self._start.requests
+        self._context.begin_run(requests)
+        return self._context.make_worker(task, prepared.config, prepared.devices, requests, prepared.reporter)
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self._start.stoppable.received is not None
+
+    def save(self, worker: Worker, was_interrupted: bool) -> TrainedState:
+        context, start, reporter = self._context, self._start, self._prepared.reporter
+        interference = Interference.between(self._begin, read_counters(context.tree_pid))
         result = worker.surviving(worker.result)
         state = worker.finish(lambda: collect(worker.group, result, worker.axis))
         context.close_run()
         context.status.reached(state)
-        is_lead = worker.rank_info.rank == 0
-        has_page = not requests.is_terminated
-        state = ended["state"] = save_results(
-            state, config, reporter, interference, is_lead, plan=choice.plan, has_page=has_page
+        is_lead, has_page = worker.rank_info.rank == 0, not start.requests.is_terminated
+        state = save_results(
+            state, self._prepared.config, reporter, interference, is_lead, plan=self._plan, has_page=has_page
         )
+        self._state = state
         start.tell_saved(context, state.folder)
         if was_interrupted and is_lead:
             start.tell_saved(context, save_interrupted(state, reporter))
         return state
 
-    def end_run() -> None:
-        reporter.close()
+    def end(self) -> None:
+        start, context = self._start, self._context
+        self._prepared.reporter.close()
         start.release_folder()
         context.end_run()
-        start.end_listing(ended.get("state"), None)
-        SIGNALS.discard(stoppable)
-        if requests.is_terminated or stoppable.received == signal.SIGTERM or context.ranks.was_peer_terminated():
+        start.end_listing(self._state, None)
+        SIGNALS.discard(start.stoppable)
+        was_terminated = start.requests.is_terminated or start.stoppable.received == signal.SIGTERM
+        if was_terminated or context.ranks.was_peer_terminated():
             SIGNALS.leave()  # Terminated, unless it is on its way already
-
-    start.has_begun = True
-    loop = Loop(task, make_worker, save, end_run, prepared.finished)
-    loop.was_interrupted = lambda: stoppable.received is not None
-    stoppable.may_leave = lambda: loop.is_between_epochs
-    return loop

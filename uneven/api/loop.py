@@ -13,13 +13,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from uneven.api.batch_steps import BatchSteps
-from uneven.api.epoch_log import EpochLog
 from uneven.api.loop_calls import LoopCalls
-from uneven.api.loop_resume import LoopResume
-from uneven.api.loop_survival import LoopSurvival
+from uneven.api.loop_progress import EpochLog, LoopRecovery, LoopResume
 from uneven.config import Task
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
@@ -31,7 +29,24 @@ from uneven.train.status import RankStatus
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import UNMEASURED, Worker
 
-Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
+
+class LoopRun(Protocol):
+    """What is around a loop in its process; `Ddp.setup` makes it."""
+
+    @property
+    def was_interrupted(self) -> bool:
+        """By a signal, since the loop was made."""
+        ...
+
+    def make_worker(self, task: Task) -> Worker: ...
+
+    def save(self, worker: Worker, was_interrupted: bool) -> TrainedState:
+        """Collect and save the finished run, with the group still open."""
+        ...
+
+    def end(self) -> None:
+        """Close the group."""
+        ...
 
 
 class Loop(LoopCalls):
@@ -41,30 +56,19 @@ class Loop(LoopCalls):
     exception, or ending the process before, only closes the group: the other ranks see that and raise.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        make_worker: Callable[[Task], Worker],
-        save: Save,
-        end_run: Callable[[], None],
-        finished: TrainedState | None = None,
-    ) -> None:
-        """`save` collects and saves the finished run, with the group still open; `end_run` closes the group.
-
-        `finished`: the result of the run that was to be resumed, where nothing is left to train.
-        """
-        self._save, self._end_run = save, end_run
+    def __init__(self, task: Task, run: LoopRun, finished: TrainedState | None = None) -> None:
+        """`finished`: the result of the run that was to be resumed, where nothing is left to train."""
+        self._around = run
         self._steps = BatchSteps()
-        self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss, is_own_loop=True))
+        self.worker = worker = run.make_worker(replace(task, train_step=self._steps.take_loss, is_own_loop=True))
         self._log = EpochLog()
         worker.events.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
         self._iterated: int | None = None  # the epoch inside whose batches the user is
         self._skipped = 0  # epochs that were left out in part
-        self._broken = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._resume = LoopResume(worker, self._log)
-        self._survival = LoopSurvival(worker, self._steps, self._log, self._resume)
+        self._recovery = LoopRecovery(worker, self._steps, self._log, self._resume)
         self._stream: Iterator[tuple[Part, Micros]] | None = None
         self._stream_of: Synchronizer | None = None  # whose parts are in it
         self._taken: tuple[Part, Micros] | None = None  # from it, and not handed out
@@ -72,7 +76,6 @@ class Loop(LoopCalls):
         worker.events.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
         self._asked = 0  # iterators that `__iter__` has given
         self._is_completing = False
-        self.was_interrupted: Callable[[], bool] = lambda: False  # by a signal, since the loop was made
         self._open = ExitStack()
         if finished is not None:
             self._show_finished(finished)
@@ -87,7 +90,7 @@ class Loop(LoopCalls):
             worker.prepare_for_losses()
         except BaseException:
             self._open.close()
-            end_run()
+            run.end()
             raise
         self._resume.start(self._synchronizer.epoch)
         worker.report.started(worker.axis, worker.engine.feed.place)
@@ -201,8 +204,8 @@ class Loop(LoopCalls):
             if training:
                 why = f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains"
                 self._raise_for_all(why, LeftLoopError)
-        elif self._survival.started < worker.config.epochs:
-            self._survival.start(worker.config.epochs)
+        elif self._recovery.started < worker.config.epochs:
+            self._recovery.start(worker.config.epochs)
         self._log.collect(worker.group, worker.history)
 
     def __enter__(self) -> "Loop":
@@ -230,7 +233,7 @@ class Loop(LoopCalls):
                 part, micros = self._taken
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._run(partial(self._steps.train, part, []))
-                    if self._is_stopped:
+                    if self._has_ended():
                         return
                     continue
                 self._run(partial(self._begin, part))
@@ -291,9 +294,9 @@ class Loop(LoopCalls):
     def _take(self) -> None:
         """The next part of this rank, from the feed of the present generation."""
         self._taken = None
-        self._survival.check()
-        if self._iterated is not None and self._survival.started < self._iterated:
-            self._survival.start(self._iterated)
+        self._recovery.check()
+        if self._iterated is not None and self._recovery.started < self._iterated:
+            self._recovery.start(self._iterated)
         synchronizer = self._synchronizer
         if self._stream is None or self._stream_of is not synchronizer:
             self._stream, self._stream_of = self.worker.engine.feed.stream(synchronizer.parts()), synchronizer
@@ -309,11 +312,11 @@ class Loop(LoopCalls):
         while True:
             self._is_completing = False
             try:
-                is_stopped = self._survival.settle(lost)
+                is_stopped = self._recovery.recover(lost)
             except RankError as error:
                 self._raise_for_all(str(error), type(error))
             try:
-                if self._survival.is_over:
+                if self._recovery.is_over:
                     self._take_result()
                 elif is_stopped:
                     self._complete(was_interrupted=True)
@@ -326,9 +329,9 @@ class Loop(LoopCalls):
     def _join_others(self) -> None:
         """They have settled with this rank, and reach the next event, if one was interrupted."""
         self.worker.callbacks.run("on_start", 0, self.worker.history)
-        self._run(self._survival.reach)
+        self._run(self._recovery.reach)
         if self._state is None:
-            self._resume.join(self._synchronizer.epoch, self._survival.calls)
+            self._resume.join(self._synchronizer.epoch, self._recovery.calls)
             self._user_since_ns = self.worker.recorder.enter("user")
 
     def _has_ended(self) -> bool:
@@ -351,7 +354,7 @@ class Loop(LoopCalls):
         self.worker.engine.restore_left_out(state.skipped, 0)
         self.worker.engine.reach_slot(state.slot)
         self._state, self._is_stopped = state, True
-        self._end_run()
+        self._around.end()
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
         self._is_completing, self._was_interrupted = True, was_interrupted
@@ -362,7 +365,7 @@ class Loop(LoopCalls):
         """All ranks have ended their training: collect the result."""
         self._open.close()
         self._is_stopped = self.worker.stopped is not None
-        self._state = self._save(self.worker, self._was_interrupted and not self._is_stopped)
+        self._state = self._around.save(self.worker, self._was_interrupted and not self._is_stopped)
         self._leave()
         return self._state
 
@@ -371,7 +374,7 @@ class Loop(LoopCalls):
             with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
                 self.finish()
                 return
-        if self._state is None and not self.was_interrupted():
+        if self._state is None and not self._around.was_interrupted:
             done = f"{self._synchronizer.epoch} of {self.epochs} epochs"
             self.worker.report.say([f"the script ended after {done}, without ddp.finish(), which saves the result"])
         if self._is_untold:
@@ -380,7 +383,7 @@ class Loop(LoopCalls):
 
     def _leave_interrupted(self) -> None:
         """Leave; where a signal has interrupted the script between two epochs, with what was trained saved."""
-        if self.was_interrupted() and self.is_between_epochs and self.worker.engine.trained:
+        if self._around.was_interrupted and self.is_between_epochs and self.worker.engine.trained:
             self._complete(was_interrupted=True)
         else:
             self._leave()
@@ -393,4 +396,4 @@ class Loop(LoopCalls):
         self._stream = self._taken = None  # its loader processes end
         self._open.close()
         self._synchronizer.close()
-        self._end_run()
+        self._around.end()

@@ -31,7 +31,7 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.is_stepping = False  # an optimizer: whoever else steps it is the user's script (api/script_steps.py)
+        self.is_stepping = False  # an optimizer: whoever else steps it is the user's script (api/batch_steps.py)
         # Makes its tensors: a rank without samples steps, too, and has scaled no loss before.
         self.scaler.scale(torch.ones((), device=device))
 

@@ -1,6 +1,6 @@
 """What a loop of the user's own keeps in checkpoints beside the model: `ddp.register(name, value)`.
 
-Called by api/loop_resume.py, when a value is registered, and by train/saves.py at every checkpoint.
+Called by api/loop_calls.py, when a value is registered, and by train/saves.py at every checkpoint.
 """
 
 from collections.abc import Callable, Mapping
