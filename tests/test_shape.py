@@ -126,15 +126,12 @@ SHORT_IS_RIGHT = {"cli", "bench/models", "templates"}
 NOT_YET: set[str] = {  # rooms that were written before these rules
     *(
         "api",
-        "average",
         "bench",
         "cli",
-        "comm",
         "data",
         "install",
         "launch",
         "machines",
-        "parallel",
         "policy",
         "results",
         "step",
@@ -156,7 +153,13 @@ def test_a_short_module_with_one_importer_beside_it_is_part_of_that() -> None:
             assert path.read_text().count("\n") >= 120 or not is_alone, f"{name}: only {importers[name]} imports it"
 
 
+# Their options are those of users, by keyword, as PyTorch's own classes of these names have them.
+MANY_OPTIONS = {"FSDP", "Zero1", "Zero2"}
+
+
 def packed_lines(path: Path) -> Iterator[str]:
+    classes = [node for node in nodes_of(path) if isinstance(node, ast.ClassDef) and node.name in MANY_OPTIONS]
+    many_options = [method for one in classes for method in one.body]
     for node in nodes_of(path):
         where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Assign):
@@ -165,7 +168,7 @@ def packed_lines(path: Path) -> Iterator[str]:
                 attributes = [part for part in parts if isinstance(part, ast.Attribute)]
                 if len(attributes) > 2 or (len(parts) > 2 and isinstance(node.value, ast.Tuple)):
                     yield f"{where} assigns {len(parts)} at once"
-        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__" and node not in many_options:
             given = len(node.args.args) - 1 + len(node.args.kwonlyargs)
             if given > 6:
                 yield f"{where}: a constructor with {given} parameters"
@@ -294,6 +297,7 @@ BENCH_MAY_USE = (
 STRATEGIES_MAY_USE = (
     "comm.gather",
     "comm.group",
+    "comm.observed",
     "comm.store",
     "comm.torch_group",
     "policy.apportion",

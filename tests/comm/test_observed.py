@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from uneven.comm.observed import Observed, observe_collectives
+from uneven.comm.observed import BackwardTail, Observed, observe_collectives
 from uneven.comm.torch_group import TorchGroup
-from uneven.parallel.overlap import BackwardTail
 from uneven.parallel.reference import TorchReplicated
 
 

@@ -29,7 +29,7 @@ from uneven.comm.work import Traffic, Work
 from uneven.errors import GroupLostError
 from uneven.parallel.catalog import divide, make_strategy
 from uneven.parallel.ddp import Zero1
-from uneven.parallel.strategy import FullState, MakeOptimizer
+from uneven.parallel.strategy import FitOptions, FullState, MakeOptimizer
 from uneven.parallel.survivors import Survived
 
 NAMES = ("zero1", "zero1-flat", "zero2", "fsdp")
@@ -285,7 +285,13 @@ def test_whole_tensors_are_kept_too() -> None:
     def train(group: Any, *, copies: bool) -> tuple[Any, FullState]:
         own, ring = divide(SHARES, _Three(), 1)
         model = Net("plain", group.rank)
-        strategy = Zero1(model, lambda p: Adafactor(p, lr=1e-2), group, shares=own, copies=ring if copies else None)
+        strategy = Zero1(
+            model,
+            lambda p: Adafactor(p, lr=1e-2),
+            group,
+            shares=own,
+            options=FitOptions(copies=ring if copies else None),
+        )
         _steps(strategy, group, range(2))
         return strategy, strategy.full_state()
 

@@ -91,8 +91,11 @@ class BackgroundAverage:
     def __init__(
         self, replica: Replica, transport: Transport, buffers: BufferAverage, group: Group, verify: bool = False
     ) -> None:
-        self.replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
+        self.replica = replica
         self.transport = transport
+        self._buffers = buffers
+        self._group = group
+        self._verify = verify
         self.traffic = group.traffic
         self.phase = "idle"
         self._round: _Round | None = None

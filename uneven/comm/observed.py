@@ -2,7 +2,7 @@
 
 Used by `uneven bench strategies`, for our strategies and PyTorch's alike: every collective that Python code starts goes
 through torch's ProcessGroup, and every wait through its Work. Collectives that torch starts in C++ by itself (those of
-DTensor) are not seen. DistributedDataParallel waits in C++, at the end of backward: whoever runs backward tells it.
+DTensor) are not seen. DistributedDataParallel waits in C++, at the end of backward: BackwardTail tells of that.
 """
 
 import time
@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Span = tuple[float, float]  # (start, end) in seconds of one clock
 
@@ -83,6 +85,25 @@ def observe_collectives() -> Iterator[Observed]:
     finally:
         for (owner, name), method in zip(places, before, strict=True):
             setattr(owner, name, method)
+
+
+class BackwardTail:
+    """Runs one backward; from its last gradient until it returns counts as a wait, as far as a collective is on."""
+
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+        self._began = 0.0
+
+    def __call__(self, loss: Tensor) -> None:
+        # Callbacks run in the order in which they are queued, and DDP queues its own with the last gradient.
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        handle: Any = loss.register_hook(lambda _: queue_callback(self._mark))
+        loss.backward()
+        handle.remove()
+        self._observed.waits.append((self._began, time.perf_counter()))
+
+    def _mark(self) -> None:
+        self._began = time.perf_counter()
 
 
 def _observed_wait(wait: Callable[..., Any], observed: Observed) -> Callable[..., Any]:

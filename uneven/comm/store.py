@@ -37,7 +37,8 @@ def open_store(listener: socket.socket | None = None) -> tuple[TCPStore, int]:
     address, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
     fd = listener.detach()  # from here on the store closes it
     store = TCPStore(
-        *(address, port),
+        address,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=CONNECT_TIMEOUT,

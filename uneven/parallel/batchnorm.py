@@ -160,9 +160,11 @@ def _statistics(input: Tensor, batchnorm_sync: BatchNormSync) -> tuple[float, Te
     if count:
         variance, mean = torch.var_mean(_wide(input), _all_but_channels(input), correction=0)
         own = rows[batchnorm_sync.group.rank]
-        own[0], own[1 : 1 + channels], own[1 + channels :] = count, mean, variance.double() * count
+        own[0] = count
+        own[1 : 1 + channels] = mean
+        own[1 + channels :] = variance.double() * count
     batchnorm_sync.all_reduce(rows)
-    counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    counts, means, squares = rows.split((1, channels, channels), dim=1)
     total = float(counts.sum())
     if total == 0:
         return 0.0, means.sum(0), squares.sum(0)
@@ -190,7 +192,9 @@ class _Normalise(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps).to(wide.dtype).view(shape)
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale
         ctx.save_for_backward(normal, scale, weight)
-        ctx.count, ctx.is_dummy, ctx.batchnorm_sync = count, is_dummy, batchnorm_sync
+        ctx.count = count
+        ctx.is_dummy = is_dummy
+        ctx.batchnorm_sync = batchnorm_sync
         ctx.has_bias, ctx.dtype = bias is not None, input.dtype
         if weight is not None:
             normal = normal * weight.view(shape)

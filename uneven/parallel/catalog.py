@@ -1,20 +1,21 @@
 """Makes strategies by name; `fit` and the benchmarks make every strategy here, so that they measure what users run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.config import REPLICATED, SHARDED, STRATEGIES
+from uneven.config import MODEL_PARALLEL, REPLICATED, SHARDED, STRATEGIES
 from uneven.errors import InputError
-from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero1, Zero2
+from uneven.parallel.ddp import DDPBucketed, DDPFlat, Zero1, Zero2
 from uneven.parallel.elementwise import NEEDS_ELEMENTWISE, refuse_by_elements, refuse_joined
 from uneven.parallel.flat_shards import checked_shares
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.muon_adamw import MuonAdamW
-from uneven.parallel.strategy import MakeOptimizer, Strategy
+from uneven.parallel.strategy import NO_OPTIONS, FitOptions, MakeOptimizer, Strategy
 from uneven.parallel.tensor_parallel import Plan, SequenceParallel, TensorParallel
 from uneven.policy.redundancy import Copies, copy_ring, shares_with_copies
 
@@ -31,72 +32,33 @@ def make_strategy(
     bucket_mb: float | None = None,
     redundancy: int = 0,
     machines: Sequence[int] | None = None,
+    options: FitOptions = NO_OPTIONS,
 ) -> Strategy:
     """`shares`: how much each rank holds of what the strategy shards; None is the same for all.
 
     With `redundancy` 1 that is with the copy of another rank's shard, which lies on another one of `machines` where
-    possible.
+    possible. `options` are for strategies with the whole model on every rank.
 
     A model for 'tensor' or 'sequence' needs a method `tensor_plan()`, see tensor_parallel.py. A model for 'fsdp' may
     have `fsdp_units()`: the modules that are unsharded one after another, if these are not simply its blocks.
     """
-    if name in REPLICATED:
-        return make_replicated(
-            name, model, make_optimizer, group, shares, bucket_mb=bucket_mb, redundancy=redundancy, machines=machines
-        )
+    assert name in STRATEGIES, name
+    if name == "ddp-flat":
+        return DDPFlat(model, make_optimizer, group, options=options)
+    if name == "ddp-bucketed":
+        return DDPBucketed(model, make_optimizer, group, bucket_mb=bucket_mb, options=options)
     shares, copies = divide(shares, group, redundancy, machines)
-    if name == "zero2":
-        return Zero2(model, make_optimizer, group, shares=shares, bucket_mb=bucket_mb, copies=copies)
+    if name in MODEL_PARALLEL:
+        assert copies is None, "see config/conflicts.py"
+        parallel = TensorParallel if name == "tensor" else SequenceParallel
+        return parallel(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
+    sharding: Any = {"shares": shares, "bucket_mb": bucket_mb, "options": replace(options, copies=copies)}
     if name == "fsdp":
         fsdp_units: Any = getattr(model, "fsdp_units", None)
-        units = fsdp_units() if callable(fsdp_units) else None
-        return FSDP(model, make_optimizer, group, shares=shares, units=units, bucket_mb=bucket_mb, copies=copies)
-    assert name in STRATEGIES, name
-    assert copies is None, "see config/conflicts.py"
-    parallel = TensorParallel if name == "tensor" else SequenceParallel
-    return parallel(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
-
-
-def make_replicated(
-    name: str,
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
-    group: Group,
-    shares: Sequence[float] | None = None,
-    *,
-    bucket_mb: float | None = None,
-    overlap: bool = True,
-    num_stats: int | None = None,
-    init_sync: bool = True,
-    redundancy: int = 0,
-    machines: Sequence[int] | None = None,
-) -> Replicated:
-    """A strategy with the whole model on every rank; `overlap` and the two after it are options of `Replicated`."""
-    if name == "ddp-flat":
-        return DDPFlat(model, make_optimizer, group, num_stats=num_stats, init_sync=init_sync)
-    if name in ("zero1", "zero1-flat"):
-        shares, copies = divide(shares, group, redundancy, machines)
-        return Zero1(
-            model,
-            make_optimizer,
-            group,
-            shares=shares,
-            flat=name == "zero1-flat",
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            num_stats=num_stats,
-            init_sync=init_sync,
-            copies=copies,
-        )
-    return DDPBucketed(
-        model,
-        make_optimizer,
-        group,
-        bucket_mb=bucket_mb,
-        overlap=overlap,
-        num_stats=num_stats,
-        init_sync=init_sync,
-    )
+        return FSDP(model, make_optimizer, group, units=fsdp_units() if callable(fsdp_units) else None, **sharding)
+    if name == "zero2":
+        return Zero2(model, make_optimizer, group, **sharding)
+    return Zero1(model, make_optimizer, group, flat=name == "zero1-flat", **sharding)
 
 
 def divide(

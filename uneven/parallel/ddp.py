@@ -6,7 +6,9 @@ are sharded by shares of memory, independently of how many samples each rank tra
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,54 +19,43 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
 from uneven.parallel.elementwise import changes_nothing
 from uneven.parallel.flat_shards import FlatShards, checked_shares
-from uneven.parallel.no_conversion import NoConversion
+from uneven.parallel.param_guards import NoConversion
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
+    NO_OPTIONS,
     AnyOptimizer,
-    FullState,
-    TakesOptimizer,
+    FitOptions,
+    Strategy,
     check_trainable,
-    gradients_of,
-    on_host,
     optimizer_of,
-    scale_all,
     sync_initial_state,
 )
-from uneven.parallel.survivors import SurvivesLosses
-from uneven.policy.redundancy import Copies
+from uneven.parallel.survivors import CanSurvive
 
 
-class Replicated(TakesOptimizer):
+class Replicated(Strategy):
     """The whole model on every rank, with one Reducer; the optimizer may be a ShardedOptimizer (ZeRO-1).
 
-    `group` is a torch process group or one of ours; None is torch's default group. `init_sync=False` is for ranks
-    whose models are known to be equal already. `num_stats` and `overlap` are the Reducer's; with `num_stats` the
-    caller ends every reduction (see there).
+    `group` is a torch process group or one of ours; None is torch's default group.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        group: AnyGroup,
-        max_bytes: int,
-        *,
-        overlap: bool,
-        num_stats: int | None = None,
-        init_sync: bool = True,
+        self, model: nn.Module, optimizer: AnyOptimizer, group: AnyGroup, max_bytes: int, options: FitOptions
     ) -> None:
         check_trainable(model)
         self._group = as_group(group)
-        if init_sync:
+        if options.init_sync:
             sync_initial_state(model, self._group)
         self.module = model
-        self._is_manual = num_stats is not None
-        made = None if optimizer is None else optimizer_of(model, optimizer)
-        if made is not None:
-            self._optimizer = self._applied(made)
-        self.reducer = Reducer(model.parameters(), self._group, max_bytes, overlap=overlap, num_stats=num_stats)
+        self._is_manual = options.num_stats is not None
+        # Before the reducer, for a ShardedOptimizer moves the params.
+        made = None if optimizer is None else self._applied(optimizer_of(model, optimizer))
+        self.reducer = Reducer(
+            model.parameters(), self._group, max_bytes, overlap=options.overlap, num_stats=options.num_stats
+        )
+        self._optimizer = made
         self._no_conversion = NoConversion(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -72,28 +63,6 @@ class Replicated(TakesOptimizer):
 
     def backward_without_samples(self) -> None:
         self.reducer.backward_without_samples()
-
-    def scale(self, factor: Tensor) -> None:
-        scale_all(gradients_of(self.module), factor)
-
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def full_params(self) -> dict[str, Tensor]:
-        return copied_params(self.module)
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        return {
-            name: None if param.grad is None else param.grad.detach().clone()
-            for name, param in self.module.named_parameters()
-        }
-
-    def full_state(self) -> FullState:
-        return FullState(on_host(dict(self.module.state_dict())), on_host(self.optimizer.state_dict()))
-
-    def load_full_state(self, state: FullState) -> None:
-        self.module.load_state_dict(state.model)
-        self.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
 
     def close(self) -> None:
         self.reducer.close()
@@ -119,10 +88,9 @@ class DDPFlat(Replicated):
         optimizer: AnyOptimizer = None,
         group: AnyGroup = None,
         *,
-        num_stats: int | None = None,
-        init_sync: bool = True,
+        options: FitOptions = NO_OPTIONS,
     ) -> None:
-        super().__init__(model, optimizer, group, UNLIMITED, overlap=False, num_stats=num_stats, init_sync=init_sync)
+        super().__init__(model, optimizer, group, UNLIMITED, replace(options, overlap=False))
 
 
 class DDPBucketed(Replicated):
@@ -135,26 +103,16 @@ class DDPBucketed(Replicated):
         group: AnyGroup = None,
         *,
         bucket_mb: float | None = None,
-        overlap: bool = True,
-        num_stats: int | None = None,
-        init_sync: bool = True,
+        options: FitOptions = NO_OPTIONS,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            group,
-            bucket_bytes(bucket_mb),
-            overlap=overlap,
-            num_stats=num_stats,
-            init_sync=init_sync,
-        )
+        super().__init__(model, optimizer, group, bucket_bytes(bucket_mb), options)
 
 
-class Zero1(Replicated, SurvivesLosses):
+class Zero1(Replicated, CanSurvive):
     """Optimizer state sharded, gradients and params whole. `shares`: each rank's part of the state; None is equal.
 
     `flat` sums gradients in one bucket after backward, as DDPFlat does; otherwise they leave in buckets during it.
-    `by_tensors`: see ShardedOptimizer. `copies`: whose shards each rank keeps a copy of (policy/redundancy.py).
+    `by_tensors`: see ShardedOptimizer.
     """
 
     def __init__(
@@ -167,39 +125,24 @@ class Zero1(Replicated, SurvivesLosses):
         by_tensors: bool | None = None,
         flat: bool = False,
         bucket_mb: float | None = None,
-        overlap: bool = True,
-        num_stats: int | None = None,
-        init_sync: bool = True,
-        copies: Copies | None = None,
+        options: FitOptions = NO_OPTIONS,
     ) -> None:
         if flat and bucket_mb is not None:
             raise InputError(f"bucket_mb={bucket_mb!r} with flat=True: there is one bucket; leave one of them out")
-        self._shares, self._by_tensors, self._copies = shares, by_tensors, copies
+        self._shard = partial(ShardedOptimizer, shares=shares, by_tensors=by_tensors, copies=options.copies)
         max_bytes = UNLIMITED if flat else bucket_bytes(bucket_mb)
-        super().__init__(
-            model,
-            optimizer,
-            group,
-            max_bytes,
-            overlap=overlap and not flat,
-            num_stats=num_stats,
-            init_sync=init_sync,
-        )
-
-    def _remove_hooks(self) -> None:
-        self.close()
+        super().__init__(model, optimizer, group, max_bytes, replace(options, overlap=options.overlap and not flat))
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        self._sharded = ShardedOptimizer(
-            optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors, copies=self._copies
-        )
+        self._sharded = self._shard(optimizer, self._group)
         return super()._applied(self._sharded)
 
 
-class Zero2(TakesOptimizer, SurvivesLosses):
+class Zero2(CanSurvive):
     """Gradients and optimizer state sharded, params whole. `shares`: each rank's part of both; None is equal parts.
 
-    Gradients are reduced from the moment that the strategy has its optimizer.
+    Gradients are reduced from the moment that the strategy has its optimizer, in every backward: keeping full ones
+    until the last micro-batch (`no_sync`) is what ZeRO-2 avoids.
     """
 
     def __init__(
@@ -211,22 +154,20 @@ class Zero2(TakesOptimizer, SurvivesLosses):
         shares: Sequence[float] | None = None,
         by_tensors: bool | None = None,
         bucket_mb: float | None = None,
-        copies: Copies | None = None,
+        options: FitOptions = NO_OPTIONS,
     ) -> None:
         check_trainable(model)
         self._group = as_group(group)
         sync_initial_state(model, self._group)
         self.module = model
-        self._shares, self._by_tensors, self._copies = shares, by_tensors, copies
+        self._copies = options.copies
+        self._shares = shares
+        self._shard = partial(ShardedOptimizer, shares=shares, by_tensors=by_tensors, copies=options.copies)
         self._max_bytes = bucket_bytes(bucket_mb)
         self._sums: ShardedReducer | None = None
         self._no_conversion = NoConversion(self)
         if optimizer is not None:
             self.use_optimizer(optimizer)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Changes nothing: keeping full gradients until the last micro-batch is what ZeRO-2 avoids."""
-        return nullcontext()
 
     def backward_without_samples(self) -> None:
         self._reducer.backward_without_samples()
@@ -237,26 +178,13 @@ class Zero2(TakesOptimizer, SurvivesLosses):
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
 
-    def full_params(self) -> dict[str, Tensor]:
-        return copied_params(self.module)
-
     def full_gradients(self) -> dict[str, Tensor | None]:
         return {name: self._reducer.full_gradient(param) for name, param in self.module.named_parameters()}
-
-    def full_state(self) -> FullState:
-        return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
-
-    def load_full_state(self, state: FullState) -> None:
-        self.module.load_state_dict(state.model)
-        self.optimizer.load_state_dict(state.optimizer)
 
     def close(self) -> None:
         if self._sums is not None:
             self._sums.close()
         self._no_conversion.remove()
-
-    def _remove_hooks(self) -> None:
-        self.close()
 
     @property
     def _reducer(self) -> ShardedReducer:
@@ -265,9 +193,7 @@ class Zero2(TakesOptimizer, SurvivesLosses):
         return self._sums
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        self._sharded = ShardedOptimizer(
-            optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors, copies=self._copies
-        )
+        self._sharded = self._shard(optimizer, self._group)
         # Params that the optimizer does not hold count in the norm that gradients are clipped by, as in one process.
         held = {param for settings in self._sharded.param_groups for param in settings["params"]}
         outside = [param for param in self.module.parameters() if param.requires_grad and param not in held]
@@ -278,17 +204,13 @@ class Zero2(TakesOptimizer, SurvivesLosses):
         return self._sharded
 
 
-def copied_params(module: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
 def _refuse_late_params(strategy: "weakref.ref[Replicated]") -> Callable[..., None]:
     """A hook on the step: InputError for params that the reducer does not sum, or ranks would silently drift apart."""
-    counted = 0
+    num_seen = 0
     frozen: list[nn.Parameter] = []
 
     def hook(optimizer: Optimizer, args: Any, options: Any) -> None:
-        nonlocal counted
+        nonlocal num_seen
         del args, options
         alive, count = strategy(), sum(len(settings["params"]) for settings in optimizer.param_groups)
         if alive is None:
@@ -297,20 +219,18 @@ def _refuse_late_params(strategy: "weakref.ref[Replicated]") -> Callable[..., No
             if param.requires_grad:
                 raise InputError(
                     f"a param of shape {tuple(param.shape)} did not require a gradient when the strategy was made, so "
-                    "its gradients are not summed over the ranks; when params are unfrozen, make strategy and "
-                    "optimizer again"
+                    "its gradients are not summed; when params are unfrozen, make strategy and optimizer again"
                 )
-        if count == counted:
+        if count == num_seen:
             return
-        counted = count
+        num_seen = count
         params = [param for settings in optimizer.param_groups for param in settings["params"]]
         frozen[:] = [param for param in params if not param.requires_grad and not alive.reducer.has(param)]
         for param in params:
             if param.requires_grad and not alive.reducer.has(param):
                 raise InputError(
                     f"a param of shape {tuple(param.shape)} was added to the optimizer, but its gradients are not "
-                    "summed over the ranks: it was not a trained param of the model when the strategy was made; make "
-                    "the strategy again"
+                    "summed: it was no trained param of the model when the strategy was made; make the strategy again"
                 )
 
     return changes_nothing(hook)

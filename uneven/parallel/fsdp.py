@@ -7,7 +7,6 @@ next unit is prefetched while one computes. Gradients are reduced unit by unit, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -23,23 +22,22 @@ from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
 from uneven.parallel.hooks import running_backward, weakly
-from uneven.parallel.no_conversion import NoConversion
-from uneven.parallel.param_reads import ParamReads
+from uneven.parallel.param_guards import NoConversion, ParamReads
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
+    NO_OPTIONS,
     AnyOptimizer,
+    FitOptions,
     FullState,
-    TakesOptimizer,
     check_trainable,
     full_model_state,
     optimizer_of,
     sync_initial_state,
     tensors_by_name,
 )
-from uneven.parallel.survivors import SurvivesLosses, gatherer
+from uneven.parallel.survivors import CanSurvive, gatherer
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
-from uneven.policy.redundancy import Copies
 
 BLOCKS = (
     "all ranks must call each once and in one order; choose others (in fit by a method fsdp_units() of the model, else "
@@ -47,14 +45,14 @@ BLOCKS = (
 )
 
 
-class FSDP(TakesOptimizer, SurvivesLosses):
+class FSDP(CanSurvive):
     """`group` is a torch process group or one of ours; None is torch's default group. `shares`: how much each rank
     holds. `units`: modules in the order in which they are called, by default the entries of the model's ModuleLists.
     `compute_dtype`: of unsharded params and of floating inputs; shards and summed gradients keep the dtype that the
-    params were made in. `copies`: whose shards each rank keeps a copy of (policy/redundancy.py).
+    params were made in.
 
-    One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks must run the same
-    number of forwards.
+    One forward, then its backward, which reduces into the owners' shards: `no_sync` keeps no full gradients. Evaluation
+    (without gradients) all-gathers too, so all ranks must run the same number of forwards.
     """
 
     def __init__(
@@ -67,11 +65,11 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         units: Sequence[nn.Module] | None = None,
         compute_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
-        copies: Copies | None = None,
+        options: FitOptions = NO_OPTIONS,
     ) -> None:
         self._group = ranks = as_group(group)
         self._ends_groups = ranks is not group  # those made from it: torch's own group stays
-        self._copies = copies
+        self._copies = copies = options.copies
         share_list = checked_shares(shares, ranks)
         check_trainable(model)
         sync_initial_state(model, ranks)
@@ -101,10 +99,6 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             handle for place, unit in enumerate([model, *chosen]) for handle in self._register(unit, place)
         ]
         self._handles.append(NoConversion(self))
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Changes nothing: every backward reduces into the owners' shards, so no full gradients are kept."""
-        return nullcontext()
 
     def backward_without_samples(self) -> None:
         self._unshard_order.begin()

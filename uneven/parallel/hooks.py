@@ -58,11 +58,6 @@ def running_backward() -> int | None:
     return None if number < 0 else number
 
 
-def at_the_end_of_backward(method: Callable[[], None]) -> None:
-    """Call the method when the running backward has computed everything, before it returns to its caller."""
-    torch.autograd.Variable._execution_engine.queue_callback(weakly(method))
-
-
 class BackwardPass:
     """The backward that the user called, with those inside it; `end` is called when it has computed everything.
 

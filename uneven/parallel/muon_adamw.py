@@ -7,7 +7,6 @@ overlaps with the update of another.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch.optim import AdamW, Optimizer
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError, MachineError
-from uneven.parallel.ddp import copied_params
 from uneven.parallel.flat_shards import FlatShards, checked_shares, group_by_kind
 from uneven.parallel.sharded_optimizer import ShardedOptimizer, call_closure
 from uneven.parallel.sharded_reducer import DeferredShardedReducer, clip_shards
-from uneven.parallel.strategy import FullState, gradients_of, on_host, scale_all
+from uneven.parallel.strategy import Strategy
 
 KINDS = ("muon", "adamw")
 
@@ -185,45 +183,23 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "params": params}
 
 
-class ThreePhase:
+class ThreePhase(Strategy):
     """The strategy of a MuonAdamW that sums gradients itself when it steps: forward and backward send nothing.
 
-    Used by `fit`; made when all ranks hold the same params.
+    Used by `fit`; made when all ranks hold the same params. A param without a gradient is summed as zeros, so a rank
+    without samples has nothing to do in place of backward.
     """
 
     def __init__(self, model: nn.Module, optimizer: MuonAdamW) -> None:
-        self.module, self.optimizer = model, optimizer
+        self.module = model
+        self._optimizer = self._muon = optimizer
         held = {param for settings in optimizer.param_groups for param in settings["params"]}
         outside = [param for param in model.parameters() if param.requires_grad and param not in held]
         self._outside = optimizer.sum_outside(outside)  # they count in the norm, as in one process
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Changes nothing: gradients are summed by the step."""
-        return nullcontext()
-
-    def backward_without_samples(self) -> None:
-        """Nothing: a param without a gradient is summed as zeros."""
-
-    def scale(self, factor: Tensor) -> None:
-        """The ranks' own gradients: their sum is scaled by that, too."""
-        scale_all(gradients_of(self.module), factor)
-
     def clip(self, max_norm: float) -> Tensor:
-        return self.optimizer.clip(max_norm, self._outside)
-
-    def full_params(self) -> dict[str, Tensor]:
-        return copied_params(self.module)
+        return self._muon.clip(max_norm, self._outside)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        found = self.optimizer.full_gradients()
+        found = self._muon.full_gradients()
         return {name: found.get(param) for name, param in self.module.named_parameters()}
-
-    def full_state(self) -> FullState:
-        return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
-
-    def load_full_state(self, state: FullState) -> None:
-        self.module.load_state_dict(state.model)
-        self.optimizer.load_state_dict(on_host(state.optimizer))
-
-    def close(self) -> None:
-        """Nothing is left on the model."""

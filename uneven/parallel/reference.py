@@ -1,11 +1,11 @@
-"""PyTorch's own strategies behind our Strategy protocol, for tests and benchmarks that compare ours with them.
+"""PyTorch's own strategies with the methods of ours, for tests and benchmarks that compare ours with them.
 
 They have equal shards only, and no rank may be without samples. PyTorch averages gradients; here they are summed, as in
 our strategies. This is the only file outside comm/ that imports torch.distributed.
 """
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.config import TrainStep
-from uneven.parallel.strategy import FullState, MakeOptimizer, gradients_of, on_host, scale_all
+from uneven.parallel.strategy import FullState, MakeOptimizer, Strategy, gradients_of, on_host, scale_all
 from uneven.parallel.tensor_parallel import Columns, How, Places, Plan, Words
 from uneven.parallel.units import blocks_of
 
@@ -44,7 +44,42 @@ class TorchDdp:
         self.optimizer.step()
 
 
-class TorchReplicated:
+class TorchStrategy(Strategy):
+    """What PyTorch's have in common: params, gradients and state may be DTensors. All train from the start."""
+
+    _model: nn.Module  # by whose names params go
+
+    def backward_without_samples(self) -> None:
+        raise RuntimeError(f"{type(self).__name__} has no way for a rank without samples")
+
+    def load_full_state(self, state: FullState) -> None:
+        raise NotImplementedError("a reference is trained from its start")
+
+    def scale(self, factor: Tensor) -> None:
+        scale_all(gradients_of(self._model), factor)
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm: Tensor = _full_tensor(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+        return norm
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: _full_tensor(param.detach()).clone() for name, param in self._model.named_parameters()}
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        params = self._model.named_parameters()
+        return {name: None if param.grad is None else _full_tensor(param.grad).clone() for name, param in params}
+
+    def full_state(self) -> FullState:
+        state = self.optimizer.state_dict()
+        full_state = {
+            place: {key: _full_tensor(value) for key, value in values.items()}
+            for place, values in state["state"].items()
+        }
+        model = {key: _full_tensor(value) for key, value in self._model.state_dict().items()}
+        return FullState(on_host(model), on_host({"state": full_state, "param_groups": state["param_groups"]}))
+
+
+class TorchReplicated(TorchStrategy):
     """DistributedDataParallel; `is_sharded` adds ZeroRedundancyOptimizer, which gives whole tensors to ranks."""
 
     def __init__(
@@ -53,46 +88,26 @@ class TorchReplicated:
         del group  # PyTorch uses its default group of all ranks
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         wrapped.register_comm_hook(None, _sum_bucket)
-        self.module: nn.Module = wrapped
-        self._model, self._no_sync = model, wrapped.no_sync
+        self.module = wrapped
+        self._model = model
+        self._no_sync = wrapped.no_sync
         made = make_optimizer(model.parameters())
-        self._is_sharded = is_sharded
-        self.optimizer: Any = _zero_redundancy(made) if is_sharded else made
+        self._sharded: Any = _zero_redundancy(made) if is_sharded else None
+        self._optimizer = made if self._sharded is None else self._sharded
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._no_sync()
 
-    def backward_without_samples(self) -> None:
-        raise RuntimeError("PyTorch's DDP has no way for a rank without samples")
-
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-
-    def full_params(self) -> dict[str, Tensor]:
-        return _full_params(self._model)
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        return _full_gradients(self._model)
-
     def full_state(self) -> FullState:
         """A sharded optimizer's state is gathered on rank 0 only; other ranks return an empty one."""
-        if not self._is_sharded:
-            return FullState(on_host(dict(self._model.state_dict())), on_host(self.optimizer.state_dict()))
-        self.optimizer.consolidate_state_dict(to=0)
-        state = self.optimizer.state_dict() if dist.get_rank() == 0 else {"state": {}, "param_groups": []}
+        if self._sharded is None:
+            return super().full_state()
+        self._sharded.consolidate_state_dict(to=0)
+        state = self._sharded.state_dict() if dist.get_rank() == 0 else {"state": {}, "param_groups": []}
         return FullState(on_host(dict(self._model.state_dict())), on_host(state))
 
-    def load_full_state(self, state: FullState) -> None:
-        self._model.load_state_dict(state.model)
-        self.optimizer.load_state_dict(on_host(state.optimizer))
 
-    def scale(self, factor: Tensor) -> None:
-        scale_all(gradients_of(self._model), factor)
-
-    def close(self) -> None: ...
-
-
-class TorchFsdp:
+class TorchFsdp(TorchStrategy):
     """fully_shard on every block and on the whole model."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group) -> None:
@@ -108,41 +123,15 @@ class TorchFsdp:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no average
-        self.module = model
-        self.optimizer = make_optimizer(model.parameters())
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward_without_samples(self) -> None:
-        raise RuntimeError("PyTorch's FSDP has no way for a rank without samples")
-
-    def clip(self, max_norm: float) -> Tensor:
-        norm: Tensor = _full_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
-        return norm
-
-    def full_params(self) -> dict[str, Tensor]:
-        return _full_params(self.module)
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        return _full_gradients(self.module)
-
-    def full_state(self) -> FullState:
-        return _full_state(self.module, self.optimizer)
-
-    def load_full_state(self, state: FullState) -> None:
-        raise NotImplementedError("a reference is trained from its start")
-
-    def scale(self, factor: Tensor) -> None:
-        scale_all(gradients_of(self.module), factor)
-
-    def close(self) -> None: ...
+        self.module = self._model = model
+        self._optimizer = make_optimizer(model.parameters())
 
 
-class TorchTensor:
+class TorchTensor(TorchStrategy):
     """parallelize_module with our plan: linear layers by columns and rows, embeddings by words, in equal shards.
 
-    A layer of several parts (q, k and v in one) cannot be sharded in this way.
+    A layer of several parts (q, k and v in one) cannot be sharded in this way. The optimizer numbers sharded params
+    first, so the order of its full state is not the model's.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, *, plan: Plan) -> None:
@@ -150,22 +139,15 @@ class TorchTensor:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import parallelize_module
 
-        self._group = group
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (group.world_size,))
         styles = {pattern: _style(how) for pattern, how in plan.items() if not isinstance(how, Places)}
-        self.module = parallelize_module(model, mesh, styles)
+        self.module = self._model = parallelize_module(model, mesh, styles)
         # Two param groups: PyTorch updates a group's params together and refuses to mix DTensors with plain ones.
         sharded = [param for param in self.module.parameters() if isinstance(param, DTensor)]
         unsharded = [param for param in self.module.parameters() if not isinstance(param, DTensor)]
         groups: Any = [{"params": sharded}, {"params": unsharded}]
-        self.optimizer = make_optimizer(groups)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward_without_samples(self) -> None:
-        raise RuntimeError("ranks of a tensor-parallel group train the same samples: none can be without samples")
+        self._optimizer = make_optimizer(groups)
 
     def scale(self, factor: Tensor) -> None:
         for grad in gradients_of(self.module):
@@ -178,21 +160,6 @@ class TorchTensor:
         self.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def full_params(self) -> dict[str, Tensor]:
-        return _full_params(self.module)
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        return _full_gradients(self.module)
-
-    def full_state(self) -> FullState:
-        """The optimizer numbers sharded params first, so its order is not the model's."""
-        return _full_state(self.module, self.optimizer)
-
-    def load_full_state(self, state: FullState) -> None:
-        raise NotImplementedError("a reference is trained from its start")
-
-    def close(self) -> None: ...
-
 
 def _style(how: How) -> Any:
     from torch.distributed.tensor import Replicate
@@ -202,25 +169,6 @@ def _style(how: How) -> Any:
         assert how.parts == 1, "PyTorch gives each rank one range of a layer"
         return ColwiseParallel(output_layouts=Replicate()) if how.gathers else ColwiseParallel()
     return RowwiseParallel(input_layouts=Replicate()) if isinstance(how, Words) else RowwiseParallel()
-
-
-def _full_state(module: nn.Module, optimizer: Optimizer) -> FullState:
-    """The state of a model of DTensors."""
-    state = optimizer.state_dict()
-    full_state = {
-        place: {key: _full_tensor(value) for key, value in values.items()} for place, values in state["state"].items()
-    }
-    model = {key: _full_tensor(value) for key, value in module.state_dict().items()}
-    return FullState(on_host(model), on_host({"state": full_state, "param_groups": state["param_groups"]}))
-
-
-def _full_params(module: nn.Module) -> dict[str, Tensor]:
-    return {name: _full_tensor(param.detach()).clone() for name, param in module.named_parameters()}
-
-
-def _full_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    params = module.named_parameters()
-    return {name: None if param.grad is None else _full_tensor(param.grad).clone() for name, param in params}
 
 
 def _full_tensor(value: Any) -> Any:

@@ -21,8 +21,7 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import view_like
 from uneven.parallel.elementwise import is_elementwise, is_known, refuse_by_elements, refuse_joined
 from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind, ranks_held
-from uneven.parallel.group_settings import GroupSettings
-from uneven.parallel.optimizer_state import gather_state, shard_state
+from uneven.parallel.optimizer_state import GroupSettings, gather_state, shard_state
 from uneven.parallel.strategy import on_host
 from uneven.policy.redundancy import Copies
 

@@ -217,7 +217,9 @@ class ShardedReducer:
         self._ready.clear()
         self._sent = 0
         for bucket in self._buckets:
-            bucket.pending, bucket.is_sent, bucket.late = len(bucket.params), False, 0
+            bucket.pending = len(bucket.params)
+            bucket.is_sent = False
+            bucket.late = 0
             bucket.buffer = bucket.works = None
 
     def _gradient_ready(self, param: nn.Parameter) -> None:

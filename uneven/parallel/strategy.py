@@ -1,4 +1,4 @@
-"""A strategy decides which rank holds what. One protocol for all, so that a loop works with any of them.
+"""A strategy decides which rank holds what. All have the same methods, so that a loop works with any of them.
 
     strategy = DDPBucketed(model, torch.optim.AdamW, group)  # a factory, or an optimizer that was made before
     loss = loss_sum(strategy.module(x), y) / count_of_all_ranks
@@ -13,19 +13,21 @@ samples, or none (`backward_without_samples`). All ranks make the same calls in 
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.errors import InputError
+from uneven.policy.redundancy import Copies
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 AnyOptimizer = MakeOptimizer | Optimizer | None  # None: `use_optimizer` follows
@@ -42,68 +44,37 @@ class FullState:
     optimizer: dict[str, Any]
 
 
-class HasFullState(Protocol):
-    """What is needed of a strategy to save and load it."""
+@dataclass(frozen=True)
+class FitOptions:
+    """How `fit` makes a strategy, beside what a loop of your own may ask of it.
 
-    @property
-    def optimizer(self) -> Optimizer: ...
-    def full_state(self) -> FullState: ...
-    def load_full_state(self, state: FullState) -> None: ...
+    `overlap=False` sends no gradients before backward has ended. With `num_stats` the caller ends every reduction, in
+    which each rank's row of so many numbers travels (see Reducer). `init_sync=False` is for ranks whose models are
+    known to be equal already. `copies`: whose shards each rank keeps a copy of (policy/redundancy.py).
+    """
 
-
-class Strategy(Protocol):
-    """A model and its optimizer over the ranks of a group. Making one changes the model in place; `close` undoes it."""
-
-    module: nn.Module
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Steps, zeroes and schedules as the optimizer that the strategy was given."""
-        ...
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward only accumulates; the first backward outside sums what was accumulated."""
-        ...
-
-    def backward_without_samples(self) -> None:
-        """Take part in the collectives of a step in place of backward, on a rank that has no samples for it."""
-        ...
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all summed gradients."""
-        ...
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over the whole model is at most this; returns the norm before."""
-        ...
-
-    def full_params(self) -> dict[str, Tensor]:
-        """Every param whole, by its name in the model, as a copy on its device. A collective."""
-        ...
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every summed gradient whole, by its param's name, as a copy; None where no rank used the param.
-
-        To be read after the last backward of a step and before `optimizer.zero_grad()`. A collective.
-        """
-        ...
-
-    def full_state(self) -> FullState: ...
-    def load_full_state(self, state: FullState) -> None: ...
-
-    def close(self) -> None:
-        """Remove all hooks; gradients are not summed any more."""
-        ...
+    overlap: bool = True
+    num_stats: int | None = None
+    init_sync: bool = True
+    copies: Copies | None = None
 
 
-class TakesOptimizer:
-    """The optimizer of a strategy: from a factory, made before the strategy was, or given later."""
+NO_OPTIONS = FitOptions()
+
+
+class Strategy:
+    """A model and its optimizer over the ranks of a group. Making one changes the model in place; `close` undoes it.
+
+    What is here is right where params are whole on every rank and their summed gradients are in `.grad`. The optimizer
+    comes from a factory, was made before the strategy, or is given later.
+    """
 
     module: nn.Module
     _optimizer: Optimizer | None = None
 
     @property
     def optimizer(self) -> Optimizer:
+        """Steps, zeroes and schedules as the optimizer that the strategy was given."""
         if self._optimizer is None:
             raise InputError(f"{type(self).__name__} has no optimizer yet: call use_optimizer(optimizer) first")
         return self._optimizer
@@ -118,6 +89,46 @@ class TakesOptimizer:
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         """What steps in place of the plain optimizer."""
         return optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward only accumulates; the first backward outside sums what was accumulated.
+
+        It changes nothing for a strategy that sums in every backward or only when the optimizer steps.
+        """
+        return nullcontext()
+
+    def backward_without_samples(self) -> None:
+        """Take part in the collectives of a step in place of backward, on a rank that has no samples for it."""
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all summed gradients."""
+        scale_all(gradients_of(self.module), factor)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most this; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def full_params(self) -> dict[str, Tensor]:
+        """Every param whole, by its name in the model, as a copy on its device. A collective."""
+        return {name: param.detach().clone() for name, param in self.module.named_parameters()}
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every summed gradient whole, by its param's name, as a copy; None where no rank used the param.
+
+        To be read after the last backward of a step and before `optimizer.zero_grad()`. A collective.
+        """
+        params = self.module.named_parameters()
+        return {name: None if param.grad is None else param.grad.detach().clone() for name, param in params}
+
+    def full_state(self) -> FullState:
+        return FullState(on_host(dict(self.module.state_dict())), on_host(self.optimizer.state_dict()))
+
+    def load_full_state(self, state: FullState) -> None:
+        self.module.load_state_dict(state.model)
+        self.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
+
+    def close(self) -> None:
+        """Remove all hooks; gradients are not summed any more."""
 
 
 def optimizer_of(module: nn.Module, optimizer: MakeOptimizer | Optimizer) -> Optimizer:
@@ -154,13 +165,9 @@ def sync_initial_state(model: nn.Module, group: Group) -> None:
 
 def on_host(state: Any) -> Any:
     """A copy of nested dicts and lists, with all tensors copied to the host."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: on_host(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(on_host(value) for value in state)
-    return copy.deepcopy(state)
+    return tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state
+    )
 
 
 def square_of(grad: Tensor) -> Tensor:

@@ -4,10 +4,8 @@ Called on all survivors, in a new group of theirs, and again where one of them i
 used. A strategy made anew for the survivors then loads the state, by the memory of who is left.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 from uneven.parallel.flat_shards import FlatShards, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, HasFullState, full_model_state, tensors_by_name
+from uneven.parallel.strategy import FullState, Strategy, full_model_state, tensors_by_name
 from uneven.policy.redundancy import holders
 
 
@@ -32,75 +30,55 @@ class Survived:
     updates: int
 
 
-@runtime_checkable
-class CanSurvive(HasFullState, Protocol):
-    """A strategy whose shards can be put together without some of its ranks."""
+class CanSurvive(Strategy):
+    """A strategy with a ShardedOptimizer, whose shards can be put together without some of its ranks."""
+
+    _sharded: ShardedOptimizer
 
     @property
     def updates(self) -> int:
         """How many updates this rank has applied since the strategy was made."""
-        ...
+        return self._sharded.updates
 
     def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
         """The whole state from the ranks of `group`, which had these ranks when the strategy was made; a collective.
 
         None on all of them where a shard is lost for good: with its owner and its keeper, or without redundancy.
         """
-        ...
+        flat_shards = self._shards_to_survive()
+        by_rank = holders(old_ranks, len(flat_shards[0].bounds) - 1, self._sharded.copies)
+        lost = [rank for rank, holder in enumerate(by_rank) if holder is None]
+        if any(shards.bounds[rank] < shards.bounds[rank + 1] for rank in lost for shards in flat_shards):
+            return None
+        if not self._sharded.catch_up(group):
+            return None
+        handed_in = [rank for rank, holder in enumerate(by_rank) if holder == old_ranks[group.rank]]
+        gather = gatherer(flat_shards, group, handed_in)
+        model = full_model_state(self.module, lambda param: gather(param).cpu())
+        return Survived(FullState(model, self._sharded.surviving_state(group, handed_in)), self.updates)
 
+    @torch.no_grad()
     def leave(self, state: FullState) -> None:
         """Give the model whole params of its own with these values, and the optimizer whole params without state;
         remove all hooks. No collective.
         """
-        ...
-
-
-class SurvivesLosses:
-    """CanSurvive for strategies with a ShardedOptimizer; those whose params are whole hold its shards alone."""
-
-    module: nn.Module
-    _sharded: ShardedOptimizer
-
-    @property
-    def updates(self) -> int:
-        return self._sharded.updates
-
-    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
-        """See CanSurvive."""
-        return surviving_state(self.module, self._sharded, self._shards_to_survive(), group, old_ranks)
-
-    def leave(self, state: FullState) -> None:
-        """See CanSurvive."""
         self._remove_hooks()
         self._sharded.release()
-        use_own_memory(self.module, state)
+        for key, tensor in tensors_by_name(self.module, state.model).items():
+            value = state.model[key]
+            if isinstance(tensor, nn.Parameter):
+                # New memory: a collective that was given up may still write into the old one.
+                tensor.grad = None
+                tensor.data = torch.empty_like(tensor, dtype=value.dtype).copy_(value)
+            else:
+                tensor.copy_(value)
 
     def _shards_to_survive(self) -> Sequence[FlatShards]:
+        """All that are sharded, by elements or tensors; other params every rank has whole."""
         return self._sharded.flat_shards
 
-    @abstractmethod
-    def _remove_hooks(self) -> None: ...
-
-
-def surviving_state(
-    module: nn.Module,
-    optimizer: ShardedOptimizer,
-    flat_shards: Sequence[FlatShards],
-    group: Group,
-    old_ranks: Sequence[int],
-) -> Survived | None:
-    """`flat_shards`: all that are sharded by elements or tensors; other params every rank has whole."""
-    world_size = len(flat_shards[0].bounds) - 1
-    by_rank = holders(old_ranks, world_size, optimizer.copies)
-    lost = [rank for rank, holder in enumerate(by_rank) if holder is None]
-    if any(shards.bounds[rank] < shards.bounds[rank + 1] for rank in lost for shards in flat_shards):
-        return None
-    if not optimizer.catch_up(group):
-        return None
-    handed_in = [rank for rank, holder in enumerate(by_rank) if holder == old_ranks[group.rank]]
-    gather = gatherer(flat_shards, group, handed_in)
-    model = full_model_state(module, lambda param: gather(param).cpu())
-    return Survived(FullState(model, optimizer.surviving_state(group, handed_in)), optimizer.updates)
+    def _remove_hooks(self) -> None:
+        self.close()
 
 
 def gatherer(
@@ -125,15 +103,3 @@ def gatherer(
         return full
 
     return gather
-
-
-@torch.no_grad()
-def use_own_memory(module: nn.Module, state: FullState) -> None:
-    """New memory for every param: a collective that was given up may still write into the old one."""
-    for key, tensor in tensors_by_name(module, state.model).items():
-        value = state.model[key]
-        if isinstance(tensor, nn.Parameter):
-            tensor.grad = None
-            tensor.data = torch.empty_like(tensor, dtype=value.dtype).copy_(value)
-        else:
-            tensor.copy_(value)

@@ -6,7 +6,6 @@ has columns or rows bounds[r] to bounds[r + 1].
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,18 +36,15 @@ def all_gather_columns(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor
     return columns
 
 
-def concat_columns(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
-    """All ranks' columns side by side, without gradients."""
-    rows = x.shape[:-1].numel()
-    flat = torch.empty(rows * bounds[-1], dtype=x.dtype, device=x.device)
-    flat_bounds = [rows * bound for bound in bounds]  # a rank's columns lie together in the buffer that is sent
-    flat[flat_bounds[group.rank] : flat_bounds[group.rank + 1]] = x.reshape(-1)
+def all_gather_along(x: Tensor, dim: int, bounds: Sequence[int], group: Group) -> Tensor:
+    """All ranks' shards of a dimension side by side, without gradients; this rank's are `x`."""
+    first = x.movedim(dim, 0)  # a rank's shards lie together in the buffer that is sent
+    size = first.shape[1:].numel()
+    flat = torch.empty(size * bounds[-1], dtype=x.dtype, device=x.device)
+    flat_bounds = [size * bound for bound in bounds]
+    flat[flat_bounds[group.rank] : flat_bounds[group.rank + 1]] = first.reshape(-1)
     all_gather_shards(group, flat, flat_bounds).wait()
-    parts = [
-        flat[start:stop].view(*x.shape[:-1], (stop - start) // rows if rows else 0)
-        for start, stop in pairwise(flat_bounds)
-    ]
-    return torch.cat(parts, -1)
+    return flat.view(bounds[-1], *first.shape[1:]).movedim(0, dim).contiguous()
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -93,7 +89,7 @@ class _AllGatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
         ctx.own = slice(bounds[group.rank], bounds[group.rank + 1])
-        return concat_columns(x, bounds, group)
+        return all_gather_along(x, -1, bounds, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,12 +136,7 @@ def _reduce_scatter(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
 
 
 def _all_gather(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
-    by_row = x.movedim(-2, 0)
-    row_size = by_row.shape[1:].numel()
-    flat = torch.empty(row_size * bounds[-1], dtype=x.dtype, device=x.device)
-    flat[row_size * bounds[group.rank] : row_size * bounds[group.rank + 1]] = by_row.reshape(-1)
-    all_gather_shards(group, flat, [row_size * bound for bound in bounds]).wait()
-    return flat.view(bounds[-1], *by_row.shape[1:]).movedim(0, -2).contiguous()
+    return all_gather_along(x, -2, bounds, group)
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -153,7 +144,8 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: SequenceShards, gathers: bool) -> Tensor:
-        ctx.back, ctx.bounds, ctx.group = _reduce_scatter if gathers else _all_gather, rows.bounds, rows.group
+        ctx.back = _reduce_scatter if gathers else _all_gather
+        ctx.bounds, ctx.group = rows.bounds, rows.group
         return (_all_gather if gathers else _reduce_scatter)(x, rows.bounds, rows.group)
 
     @staticmethod

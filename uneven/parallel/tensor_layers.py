@@ -42,7 +42,10 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.register_parameter("bias", bias)
-        self.bounds, self.group, self.gathers, self._rows = list(bounds), group, gathers, rows
+        self.bounds = list(bounds)
+        self.group = group
+        self.gathers = gathers
+        self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rows is None:
@@ -78,7 +81,9 @@ class VocabularyEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = weight
-        self._bounds, self._group, self._rows = list(bounds), group, rows
+        self._bounds = list(bounds)
+        self._group = group
+        self._rows = rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         place = tokens - self._bounds[self._group.rank]

@@ -7,7 +7,7 @@ them; attention is sharded by heads (`unit` is a head's width). What the plan do
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,23 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import checked_shares
-from uneven.parallel.param_reads import ParamReads
+from uneven.parallel.param_guards import ParamReads
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import (
     AnyOptimizer,
     FullState,
-    TakesOptimizer,
+    Strategy,
     check_trainable,
     full_model_state,
     gradients_of,
     on_host,
     optimizer_of,
-    scale_all,
     scale_to_norm,
     square_of,
     sync_initial_state,
     tensors_by_name,
 )
-from uneven.parallel.tensor_collectives import SequenceShards, concat_columns
+from uneven.parallel.tensor_collectives import SequenceShards, all_gather_along
 from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
 from uneven.policy.apportion import apportion, cut_by
 
@@ -92,16 +91,16 @@ class Sharding:
 
     def unshard(self, own: Tensor, group: Group) -> Tensor:
         size = self.bounds[group.rank + 1] - self.bounds[group.rank]
-        by_part = own.unflatten(self.dim, (self.parts, size)).movedim(self.dim + 1, -1)
-        full = concat_columns(by_part.contiguous(), self.bounds, group)
-        return full.movedim(-1, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
+        by_part = own.unflatten(self.dim, (self.parts, size))
+        return all_gather_along(by_part, self.dim + 1, self.bounds, group).flatten(self.dim, self.dim + 1)
 
 
-class TensorParallel(TakesOptimizer):
+class TensorParallel(Strategy):
     """All ranks must be given the same batches. `shares`: how much of each layer a rank holds and computes.
 
     `group` is a torch process group or one of ours; None is torch's default group. An optimizer that was made before
-    gets the sharded params, and its state, in place of the whole ones.
+    gets the sharded params, and its state, in place of the whole ones. `close` leaves the model its sharded layers:
+    whole ones may not fit into memory.
     """
 
     _rows: SequenceShards | None = None  # with sequence parallelism: rows between the sharded layers
@@ -140,15 +139,8 @@ class TensorParallel(TakesOptimizer):
         if optimizer is not None:
             self.use_optimizer(optimizer)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Changes nothing: a rank's gradients are complete as backward leaves them."""
-        return nullcontext()
-
     def backward_without_samples(self) -> None:
         raise RuntimeError("ranks of a tensor-parallel group train the same samples: none can be without samples")
-
-    def scale(self, factor: Tensor) -> None:
-        scale_all(gradients_of(self.module), factor)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -214,9 +206,6 @@ class TensorParallel(TakesOptimizer):
             for place, values in state.optimizer["state"].items()
         }
         self.optimizer.load_state_dict({"state": own, "param_groups": on_host(state.optimizer["param_groups"])})
-
-    def close(self) -> None:
-        """The model keeps its sharded layers: whole ones may not fit into memory."""
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         refuse_by_elements(optimizer, type(self).__name__)
@@ -372,6 +361,5 @@ class SequenceParallel(TensorParallel):
                 handle.remove()
 
     def close(self) -> None:
-        super().close()
         if self._reducer is not None:
             self._reducer.close()

@@ -16,11 +16,11 @@ from uneven.config import SHARDED
 from uneven.errors import InputError
 from uneven.hardware.system import read_memory
 from uneven.parallel.activations import Activations
-from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_replicated, make_strategy
+from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_strategy
 from uneven.parallel.ddp import Replicated
 from uneven.parallel.muon_adamw import MuonAdamW, ThreePhase
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import MakeOptimizer
+from uneven.parallel.strategy import FitOptions, MakeOptimizer
 from uneven.policy.axis import Part
 from uneven.policy.redundancy import copy_ring, held, shares_with_copies
 from uneven.step.finite import OwnCheck
@@ -114,21 +114,25 @@ def _make_replicated(
     num_stats: int,
     shares: Sequence[float] | None = None,
 ) -> Replicated:
-    return make_replicated(
+    strategy = make_strategy(
         name or DEFAULT_STRATEGY,
         engine.model,
         make_optimizer,
         group,
         shares,
         bucket_mb=engine.config.bucket_mb,
-        # SyncBatchNorm's collectives in backward need one order on all ranks, so no bucket may be sent in between;
-        # and a captured backward cannot send anything.
-        overlap=not engine.batchnorm_sync.layers and not engine.eager.is_captured,
-        num_stats=num_stats,
         redundancy=engine.config.redundancy if name in SHARDED else 0,
         machines=engine.rank_info.roster.machines,
-        init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
+        options=FitOptions(
+            # SyncBatchNorm's collectives in backward need one order on all ranks, so no bucket may be sent in between;
+            # and a captured backward cannot send anything.
+            overlap=not engine.batchnorm_sync.layers and not engine.eager.is_captured,
+            num_stats=num_stats,
+            init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
+        ),
     )
+    assert isinstance(strategy, Replicated)
+    return strategy
 
 
 def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[float]) -> list[str]:

@@ -19,7 +19,7 @@ from uneven.hardware.throttle import Throttle
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
-from uneven.parallel.strategy import FullState, HasFullState
+from uneven.parallel.strategy import FullState, Strategy
 from uneven.policy.axis import Part, Slot
 from uneven.policy.events import find_events
 from uneven.policy.ledger import Ledger
@@ -96,7 +96,7 @@ class Engine:
         # The next three are set where params or optimizer state are sharded.
         self.full_state: Callable[[], FullState] | None = None
         self.load_full_state: Callable[[FullState], None] | None = None
-        self.strategy: HasFullState | None = None
+        self.strategy: Strategy | None = None
         # After the loss of a rank, until it is sharded anew: [Note: whole state in hand] in elastic/settle_shards.py.
         self.whole_state: FullState | None = None
         self.rolled_back = 0  # the number of the checkpoint that `whole_state` was read from, if it was
@@ -119,7 +119,7 @@ class Engine:
             return wanted
         return -(-samples // -(-samples // int(cap)))  # as few micro-batches as possible, equally large
 
-    def use_strategy(self, strategy: HasFullState, step: EagerStep | None = None) -> None:
+    def use_strategy(self, strategy: Strategy, step: EagerStep | None = None) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer = strategy.optimizer
         self.schedule = make_schedule(self.task.make_scheduler, optimizer, self.config, self.axis)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from uneven.bench.strategies.task import Batches, Trained, step
-from uneven.parallel.overlap import BackwardTail, observe_collectives
+from uneven.comm.observed import BackwardTail, observe_collectives
 
 STEPS = 2
 WAITS_IN_BACKWARD = ("torch-ddp", "torch-zero1")  # DistributedDataParallel waits in C++, after the last gradient
