@@ -72,7 +72,7 @@ LONGEST = (
     "train/elastic/test_settle.py",
     "cli/test_exit_codes.py",
     "network/test_join.py",
-    "network/test_engines.py",
+    "network/test_launchers.py",
     "launch/checks/test_resume_ranks.py",
     "api/test_loop_resume.py",
     "test_shape.py",

@@ -22,7 +22,7 @@ from uneven import Ddp, InputError, RankError, fit
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
-from uneven.launch.external.engines import read_engine
+from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
@@ -174,7 +174,7 @@ def test_a_loop_of_ones_own_on_a_slice_says_how_to_start_it() -> None:
 
 def test_under_torchrun_it_is_too_late_for_slices() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
-    started = read_engine({**place, "TORCHELASTIC_RUN_ID": "job"})
+    started = read_launcher({**place, "TORCHELASTIC_RUN_ID": "job"})
     assert started is not None
     with pytest.raises(InputError) as caught:
         ProcessContext(started).devices(PAIR)

@@ -99,7 +99,7 @@ CASES = (
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 DOOR, SLURM = "uneven join", "Slurm"
-# Under an engine there is no token, and a rank that does not reach the store waits for it: rank 0 may be late.
+# Under another launcher there is no token, and a rank that does not reach the store waits for it: rank 0 may be late.
 UNDER_SLURM = ("torch", "script", "data file", "dtype", "firewall", "clock")
 
 
@@ -113,12 +113,12 @@ class Ended:
     left: list[list[int]]  # processes
 
 
-def run_case(case: Case, engine: str, folder: Path, limit_s: float = 60.0) -> Ended:
+def run_case(case: Case, launcher: str, folder: Path, limit_s: float = 60.0) -> Ended:
     """Start it on all machines at once; the seconds count from there."""
     with network(folder, case.machines, family=case.family) as machines:
         case.cut(machines)
         began_s = time.monotonic()
-        processes = [_start(case, engine, machines, number, folder) for number in range(len(machines))]
+        processes = [_start(case, launcher, machines, number, folder) for number in range(len(machines))]
         seconds = _await(processes, began_s, limit_s)
         left = [machine.pids() for machine in machines]
         for process in processes:
@@ -128,7 +128,9 @@ def run_case(case: Case, engine: str, folder: Path, limit_s: float = 60.0) -> En
     return Ended([process.returncode for process in processes], seconds, outputs, left)
 
 
-def _start(case: Case, engine: str, machines: Sequence[Machine], number: int, folder: Path) -> "subprocess.Popen[str]":
+def _start(
+    case: Case, launcher: str, machines: Sequence[Machine], number: int, folder: Path
+) -> "subprocess.Popen[str]":
     machine, is_last = machines[number], number == len(machines) - 1
     place = folder / machine.hostname
     files = {
@@ -141,7 +143,7 @@ def _start(case: Case, engine: str, machines: Sequence[Machine], number: int, fo
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
     env = {"UNEVEN_DATA": str(place / "cache"), "PYTHONPATH": f"{place / 'site'}:{PYTHONPATH}"}
-    if engine == SLURM:
+    if launcher == SLURM:
         env |= _slurm(number, machines)
         return machine.python("-m", "uneven", "run", *case.settings, "train.py", env=env, cwd=place)
     env["UNEVEN_TOKEN"] = case.token if is_last else TOKEN
@@ -179,18 +181,18 @@ def last_word(output: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="cases; all without one")
-    parser.add_argument("--engine", choices=(DOOR, SLURM))
+    parser.add_argument("--launcher", choices=(DOOR, SLURM))
     given = parser.parse_args()
-    for engine in (DOOR, SLURM):
+    for launcher in (DOOR, SLURM):
         for case in CASES:
-            if (given.names and case.name not in given.names) or given.engine not in (None, engine):
+            if (given.names and case.name not in given.names) or given.launcher not in (None, launcher):
                 continue
-            if engine == SLURM and case.name not in UNDER_SLURM and not given.names:
+            if launcher == SLURM and case.name not in UNDER_SLURM and not given.names:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                ended = run_case(case, engine, Path(folder))
+                ended = run_case(case, launcher, Path(folder))
             seconds = "  ".join(f"{one:5.1f}" for one in ended.seconds)
-            print(f"{engine:12} {case.name:18} codes {ended.codes}  seconds {seconds}", flush=True)
+            print(f"{launcher:12} {case.name:18} codes {ended.codes}  seconds {seconds}", flush=True)
             for number, output in enumerate(ended.outputs, 1):
                 print(f"    node{number}: {last_word(output)}", flush=True)
 

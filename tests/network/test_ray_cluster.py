@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.api.starts import assert_close
-from tests.network.engine_runs import POLICIES, finish, plain_run
+from tests.network.launcher_runs import POLICIES, finish, plain_run
 from tests.network.namespaces import Machine, needs_namespaces, network
 
 pytestmark = [needs_namespaces, pytest.mark.soak, pytest.mark.timeout(300)]

@@ -15,17 +15,17 @@ LIMIT_S = 10.0
 
 
 @pytest.mark.parametrize(
-    ("engine", "name"), [*((DOOR, name) for name in BY_NAME), *((SLURM, name) for name in UNDER_SLURM)]
+    ("launcher", "name"), [*((DOOR, name) for name in BY_NAME), *((SLURM, name) for name in UNDER_SLURM)]
 )
-def test_all_machines_refuse_in_time(tmp_path: Path, engine: str, name: str) -> None:
+def test_all_machines_refuse_in_time(tmp_path: Path, launcher: str, name: str) -> None:
     case = BY_NAME[name]
-    ended = run_case(case, engine, tmp_path)
+    ended = run_case(case, launcher, tmp_path)
     assert ended.codes == [1] * case.machines, ended.outputs
     assert max(ended.seconds) < LIMIT_S, ended.seconds
     assert ended.left == [[]] * case.machines
-    words = case.slurm_words if engine == SLURM and case.slurm_words else case.words
+    words = case.slurm_words if launcher == SLURM and case.slurm_words else case.words
     for number, output in enumerate(ended.outputs):
-        expected = case.leader_words if number == 0 and case.leader_words and engine == DOOR else words
+        expected = case.leader_words if number == 0 and case.leader_words and launcher == DOOR else words
         assert all(word in output for word in expected), output
         assert "Traceback" not in output
         assert "a-token-of-the-tests" not in output

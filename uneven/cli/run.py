@@ -56,7 +56,7 @@ def run(
     if not as_json:
         _run(found, options)
         return
-    from uneven.launch.external.engines import read_engine
+    from uneven.launch.external.variables import read_launcher
     from uneven.launch.results_file import collected_results
 
     begin_s = time.monotonic()
@@ -65,7 +65,7 @@ def run(
         with collected_results() as results:
             _run(found, options)
     finally:
-        engine = read_engine()
+        engine = read_launcher()
         is_first = engine is None or engine.rank == 0
         is_done = sys.exc_info()[0] is None
         if is_first and (is_done or results):  # a stopped run has a result, too
@@ -102,11 +102,11 @@ def _run(script: Script, options: dict[str, Any]) -> None:
 
 def _run_by_plan(script: Script, given: dict[str, Any]) -> None:
     """--policy auto: probe in a process of its own, then run with what it chose."""
-    from uneven.launch.external.engines import read_engine
+    from uneven.launch.external.variables import read_launcher
     from uneven.launch.script import run_script
     from uneven.plan.script import choose_for_script
 
-    if read_engine() is not None:  # its ranks are running already: each takes the rule
+    if read_launcher() is not None:  # its ranks are running already: each takes the rule
         run_script(script, given)
         return
     settings, plan, lines = choose_for_script(script, given)
@@ -119,7 +119,7 @@ def _run_on_engine(engine: str, script: Script, settings: dict[str, Any], machin
         raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun and PyTorchJob need no option")
     if machines is not None:
         raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
-    from uneven.launch.external.ray_engine import run_on_ray
+    from uneven.launch.external.ray_cluster import run_on_ray
 
     run_on_ray(script, settings)
 
@@ -152,10 +152,10 @@ def find_sources(script: Script, options: Mapping[str, Any]) -> dict[str, Source
 
 def _say_sources(sources: Mapping[str, Sourced]) -> None:
     """One line for what was not typed: a file or a variable may be forgotten. Of many ranks the first one says it."""
-    from uneven.launch.external.engines import read_engine
+    from uneven.launch.external.variables import read_launcher
 
     quiet = [name for name, found in sources.items() if found.is_from_outside and not found.is_flag]
-    engine = read_engine()
+    engine = read_launcher()
     if quiet and (engine is None or engine.rank == 0):
         shown = ", ".join(f"{name}={sources[name].value} ({sources[name].source})" for name in quiet)
         print(f"uneven: {shown}", file=sys.stderr)

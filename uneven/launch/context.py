@@ -1,8 +1,8 @@
 """The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
 There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
-run`, or an engine: torchrun, Slurm, Kubernetes (external/engines.py). All of api/ and every rank process get their
-Worker and group here. A script may train several times: each run has a group and keys in the launcher's store.
+run`, or another launcher: torchrun, Slurm, Kubernetes (external/variables.py). All of api/ and every rank process get
+their Worker and group here. A script may train several times: each run has a group and keys in the launcher's store.
 """
 
 import os
@@ -28,9 +28,9 @@ from uneven.launch.checks.parity import describe_order
 from uneven.launch.checks.resume import content_lines
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.environment import ALONE, LaunchEnvironment
-from uneven.launch.external.assemble import assemble, await_all, tell_refusal
-from uneven.launch.external.engines import read_engine
+from uneven.launch.external.meeting import assemble, await_all, tell_refusal
 from uneven.launch.external.placement import Placement, name_devices, take_cores
+from uneven.launch.external.variables import read_launcher
 from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
@@ -50,17 +50,17 @@ _contexts: list["ProcessContext"] = []
 def process_context() -> "ProcessContext":
     """The context of this process, made on the first call."""
     if not _contexts:
-        _contexts.append(make_context(read_engine()))
+        _contexts.append(make_context(read_launcher()))
     _contexts[0].was_used = True
     return _contexts[0]
 
 
 def make_context(
-    engine: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
+    started: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> "ProcessContext":
-    """The context of a process that an engine started, or nobody; `settings` are those of `uneven run`."""
-    context = ProcessContext(engine or LaunchEnvironment(ALONE), settings=settings)
-    if engine is not None:
+    """The context of a process that another launcher started, or nobody; `settings` are those of `uneven run`."""
+    context = ProcessContext(started or LaunchEnvironment(ALONE), settings=settings)
+    if started is not None:
         context.handle_signals()
     return context
 
@@ -98,7 +98,7 @@ class ProcessContext:
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
         self.status = RunStatus()  # the figures of the current run
-        self._placement: Placement | None = None  # under an engine, once its ranks have met
+        self._placement: Placement | None = None  # under another launcher, once its ranks have met
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the current run
         self._worker: Worker | None = None
@@ -107,7 +107,7 @@ class ProcessContext:
         self.leader = reach_leader(environment.door)
         self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
-        self._peers: PeerWatch | None = None  # under an engine
+        self._peers: PeerWatch | None = None  # under another launcher
         self._output: Output | None = None  # of the current run, where it is over several machines
         self._progress: SharedProgress | None = None
 
@@ -136,7 +136,7 @@ class ProcessContext:
         return self.environment.rank if self._rank_info is None else self._rank_info.rank
 
     def devices(self, setting: str) -> tuple[Device, ...]:
-        """One device per rank, in rank order. Under an engine 'auto' is what each rank finds on its own machine."""
+        """One device per rank, in rank order. Under another launcher 'auto' is what each finds on its own machine."""
         if self.ranks.roster is not None:
             if self._rank_info is None and self._heartbeat is not None:
                 self.ranks.catch_up()
@@ -150,7 +150,7 @@ class ProcessContext:
 
     @property
     def placement(self) -> Placement:
-        """Under an engine: who is where. The ranks meet when it is first asked for, and settle how they speak."""
+        """Under another launcher: who is where. The ranks meet when it is first asked for, and agree how they speak."""
         if self._placement is None:
             self.ranks.environment, self._placement, notes = assemble(self.environment)
             self.notes += notes
@@ -355,12 +355,12 @@ class ProcessContext:
             requests.save.set()
 
     def handle_signals(self) -> None:
-        """Under an engine, to the end of the process: while no run is on, a signal ends the script."""
+        """Under another launcher, to the end of the process: while no run is on, a signal ends the script."""
         between_runs = Stoppable(lambda: GRACE_S, lambda _: None, lambda: True, is_cut_by_second=False)
         SIGNALS.add(between_runs, signal.SIGTERM, signal.SIGINT)
 
     def stoppable(self, requests: Requests, may_leave: Callable[[], bool] = lambda: False) -> Stoppable:
-        """A run of this process, for the signals that it gets: alone, or under an engine."""
+        """A run of this process, for the signals that it gets: alone, or under another launcher."""
 
         def stop(number: int) -> None:
             if not self.is_alone:
@@ -391,7 +391,7 @@ class ProcessContext:
             self.environment.write(name, write)
 
     def _place(self, devices: tuple[Device, ...]) -> None:
-        """An engine gives every rank all cores and one thread: take this rank's own cores instead."""
+        """Another launcher gives every rank all cores and one thread: take this rank's own cores instead."""
         if self._is_placed:
             return
         self._is_placed = True

@@ -1,6 +1,6 @@
 """What the launcher of this process said about it: rank, world size, and the address of the ranks' store.
 
-Made by launch/external/engines.py from the variables of torchrun, Slurm or Kubernetes, and by launch/rank.py
+Made by launch/external/variables.py from the variables of torchrun, Slurm or Kubernetes, and by launch/rank.py
 from the plan of `uneven run` and `fit`. Those hand theirs over in a file and set no variables: a program that the
 user's script starts must not take itself for a rank.
 """
@@ -33,10 +33,10 @@ def new_member_id(place: str, host: str | None = None) -> str:
 class LaunchEnvironment:
     """One process among `world_size`, as its launcher numbered them, and the address of their store.
 
-    What an engine does not say is None. `host` may be a name until launch/external/locate.py has made it a number.
+    What the launcher does not say is None. `host` may be a name until launch/external/meeting.py has made it a number.
     """
 
-    launcher: str  # "fit", "uneven run", the name of an engine, or ALONE
+    launcher: str  # "fit", "uneven run", the name of another one, or ALONE
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = 0
@@ -45,18 +45,18 @@ class LaunchEnvironment:
     port: int = 0
     prefix: str = ""  # of all our keys: torchrun shares its store with other programs
     has_store: bool = True  # the launcher serves the store; else rank 0 must
-    node: int | None = None  # the engine's number of this machine
+    node: int | None = None  # the launcher's number of this machine
     variable: str = "MASTER_ADDR"  # what `host` was read from, with its value, for messages
     fallback: str = ""  # another way to the store's machine, where `host` is a name that nobody knows
-    peers: tuple[str, ...] = ()  # names of the other machines, as far as the engine tells
+    peers: tuple[str, ...] = ()  # names of the other machines, as far as the launcher tells
     is_kubernetes: bool = False
-    address: str = ""  # under an engine: at which the other machines reach this one, once it is settled
+    address: str = ""  # under another launcher: at which the other machines reach this one, once it is settled
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
 
     @property
     def is_external(self) -> bool:
-        """Whether an engine that is not ours started the ranks: they find and watch each other."""
+        """Whether another launcher than ours started the ranks: they find and watch each other."""
         return self.launcher != ALONE and self.launcher not in OWN_LAUNCHERS
 
     @property
@@ -70,7 +70,7 @@ class LaunchEnvironment:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether the engine says that all ranks are on this machine; it may not say it where they are."""
+        """Whether the launcher says that all ranks are on this machine; it may not say it where they are."""
         return self.local_world_size == self.world_size
 
     def connect(self, name: str) -> "Store":

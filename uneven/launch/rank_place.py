@@ -86,7 +86,7 @@ class RankPlace:
         self.membership, self.has_result = None, False
 
     def was_peer_terminated(self) -> bool:
-        """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
+        """Under another launcher, after a run: whether it ended early because another rank got a SIGTERM."""
         if not self.environment.is_external or self.environment.world_size == 1:
             return False
         try:

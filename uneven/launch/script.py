@@ -25,7 +25,7 @@ from uneven.launch.compared import execute_compared
 from uneven.launch.control.listing import Listing, listed
 from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.external.engines import read_engine
+from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script, refuse_no_file
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
@@ -45,11 +45,11 @@ def run_script(script: Script, settings: Mapping[str, Any], plan: Mapping[str, A
     `plan` is what was predicted for its run (launch/predicted.py).
     """
     check_script(script, settings)
-    if (engine := read_engine()) is not None:
+    if (started := read_launcher()) is not None:
         # srun, torchrun or a pod has started this process as one of its ranks: it takes part as that one.
-        if engine.world_size > 1:
-            refuse_plain_script(script, engine.world_size, "process")
-        _execute_here(script, settings, engine)
+        if started.world_size > 1:
+            refuse_plain_script(script, started.world_size, "process")
+        _execute_here(script, settings, started)
         return
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
@@ -191,17 +191,17 @@ def unused_ranks(folder: Path) -> int:
 def _execute_here(
     script: Script,
     settings: Mapping[str, Any],
-    engine: LaunchEnvironment | None,
+    started: LaunchEnvironment | None,
     plan: Mapping[str, Any] | None = None,
 ) -> None:
-    """In this process, alone or as a rank of an engine. The settings hold to its end: a thread of the script may still
-    train after its last line."""
+    """In this process, alone or as a rank of another launcher. The settings hold to its end: a thread of the script may
+    still train after its last line."""
     from uneven.launch.context import make_context, set_process_context  # imports torch
     from uneven.launch.predicted import hand_down
 
-    if engine is None:
+    if started is None:
         begin_log(None)
-    context = make_context(engine, settings)
+    context = make_context(started, settings)
     set_process_context(context)
     hand_down(plan)
     try:

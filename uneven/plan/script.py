@@ -70,12 +70,14 @@ def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Probe
 
 def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
     """Run the script up to where it would train; InputError where it never does."""
-    from uneven.launch.external.engines import read_engine
+    from uneven.launch.external.variables import read_launcher
     from uneven.launch.visitor import WRAPPED, RunVisitor
 
     check_script(script, settings)
-    if read_engine() is not None:
-        raise InputError("a plan probes the devices of one machine by processes of its own; start it without an engine")
+    if read_launcher() is not None:
+        raise InputError(
+            "a plan probes the devices of one machine by processes of its own; start it without torchrun or srun"
+        )
     if not uses_uneven(script):
         raise InputError(f"{script} never imports uneven to train with it: call fit or Ddp.setup in it")
     found = visit_script(script, settings, RunVisitor())

@@ -9,7 +9,7 @@ from uneven.comm.store import open_store, reach_store, under
 from uneven.errors import InputError
 from uneven.hardware.network import Interface
 from uneven.launch.external import interface
-from uneven.launch.external.interface import Choice, check_nccl, choose, settle_interface
+from uneven.launch.external.interface import Choice, agree_on_interface, check_nccl, choose
 from uneven.launch.external.placement import Placement
 
 LO = Interface("lo", "loopback", True, ("127.0.0.1",), ("::1",))
@@ -76,13 +76,13 @@ def test_the_choice_for_nccl_is_a_list_of_prefixes(given: str, is_right: bool) -
     assert (check_nccl("node1", given, ALL) == "") == is_right
 
 
-def settled(placement: Placement, environs: list[dict[str, str]], interfaces: list[tuple[Interface, ...]]) -> list[Any]:
+def agreed(placement: Placement, environs: list[dict[str, str]], interfaces: list[tuple[Interface, ...]]) -> list[Any]:
     store, port = open_store()
 
     def run(rank: int) -> Any:
         keys = under("interface", reach_store("127.0.0.1", port))
         try:
-            return settle_interface(keys, rank, placement, environs[rank], interfaces[rank])
+            return agree_on_interface(keys, rank, placement, environs[rank], interfaces[rank])
         except InputError as error:
             return str(error)
 
@@ -98,7 +98,7 @@ HERE, THERE = (LO, LAN), (LO, Interface("enp3s0", "physical", True, ("10.0.0.2",
 def test_what_gloo_and_nccl_read_is_set_and_the_names_that_would_mislead_are_told() -> None:
     environs: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "enp"}]
     placement = placed("10.0.0.1", "10.0.0.2", names=("127.0.1.1", "nowhere"))
-    said = settled(placement, environs, [HERE, THERE])
+    said = agreed(placement, environs, [HERE, THERE])
     assert [address for address, _ in said] == ["10.0.0.1", "10.0.0.2"]
     (line,) = said[0][1]
     assert line.startswith("  network: lan0 (10.0.0.1), the way to the store, not what the hostnames lead to ")
@@ -117,12 +117,12 @@ def test_what_gloo_and_nccl_read_is_set_and_the_names_that_would_mislead_are_tol
 
 def test_all_ranks_refuse_what_is_wrong_on_one() -> None:
     placement = placed("10.0.0.1", "10.0.0.2")
-    said = settled(placement, [{}, {"GLOO_SOCKET_IFNAME": "eth9"}], [HERE, THERE])
+    said = agreed(placement, [{}, {"GLOO_SOCKET_IFNAME": "eth9"}], [HERE, THERE])
     assert said[0] == said[1]
     assert "node2: GLOO_SOCKET_IFNAME=eth9: there is no interface 'eth9'" in said[0]
     assert "export GLOO_SOCKET_IFNAME=enp3s0" in said[0]
     six = (LO, Interface("enp3s0", "physical", True, (), ("fd77::2",)))
-    said = settled(placed("10.0.0.1", "fd77::2"), [{}, {}], [HERE, six])
+    said = agreed(placed("10.0.0.1", "fd77::2"), [{}, {}], [HERE, six])
     assert said[0] == said[1]
     assert "node1 has 10.0.0.1 and node2 has fd77::2" in said[0]
 
@@ -132,7 +132,7 @@ def test_beside_ipv4_an_ipv6_address_is_given_to_gloo_itself(monkeypatch: pytest
     monkeypatch.setattr(interface, "use_gloo_address", used.append)
     there = (LO, Interface("enp3s0", "physical", True, (), ("fd77::2",)))
     environs: list[dict[str, str]] = [{}, {}]
-    settled(placed("fd77::1", "fd77::2"), environs, [HERE, there])
+    agreed(placed("fd77::1", "fd77::2"), environs, [HERE, there])
     assert used == ["fd77::1"]
     assert {environ["NCCL_SOCKET_FAMILY"] for environ in environs} == {"AF_INET6"}
 

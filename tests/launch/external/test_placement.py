@@ -1,4 +1,4 @@
-"""The roster that ranks of an engine make of each other's facts: machines, devices, cores."""
+"""The roster that ranks of another launcher make of each other's facts: machines, devices, cores."""
 
 import os
 from pathlib import Path

@@ -98,7 +98,7 @@ def check_formats(precision: Precision, formats: Sequence[DeviceFormat], skip: S
 def check_facts(config: RunConfig, among: Among) -> list[str]:
     """RefusedError where a machine does not fit the first one; lines about what differs and may.
 
-    For ranks that torchrun, Slurm or another engine started: where a leader did, it has compared them at its door.
+    For ranks that torchrun, Slurm or Ray started: where a leader did, it has compared them at its door.
     """
     script = Path(sys.argv[0])
     is_speaker = among.roster.local_ranks(among.rank)[0] == among.rank
@@ -122,7 +122,7 @@ def check_facts(config: RunConfig, among: Among) -> list[str]:
 def check_links(config: RunConfig, among: Among, address: str) -> None:
     """RefusedError where two machines do not reach each other, both ways: Gloo would wait for half an hour, in silence.
 
-    For ranks that an engine started, as `check_facts`; `address` is this machine's own.
+    For ranks that another launcher started, as `check_facts`; `address` is this machine's own.
     """
     if "links" in config.skipped_checks:
         return

@@ -1,16 +1,14 @@
-"""The interface between machines, for ranks that an engine started: chosen by the route to the store, or the user's.
+"""The interface between machines, for ranks that another launcher started: the one to the store, or the user's.
 
-Called once per process by launch/context.py after the ranks have met, before a group forms. Gloo and NCCL read the
+Called once per process by meeting.py after the ranks have met, before a group forms. Gloo and NCCL read the
 choice from their variables. What is wrong with a variable that the user set is told to all ranks, and all refuse
 together with the line to export: Gloo would wait without a word, and on one side only.
 """
 
 import os
 import socket
-import threading
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from uneven.comm.fingerprint import exchange
 from uneven.comm.gloo import use_gloo_address
@@ -61,24 +59,23 @@ def _check_given(
 ) -> tuple[str, str]:
     """(what is wrong with the user's choice for Gloo, the address that Gloo would take)."""
     by_name = {interface.name: interface for interface in interfaces}
-    advice = f"unset it, or: export {GLOO}={routed or 'NAME'}"
-    first = ""
+    kind, addresses = ("IPv6" if needs_v6 else "IPv4"), list[str]()
     for name in given.split(","):
         found = by_name.get(name)
+        family = () if found is None else found.v6 if needs_v6 else found.v4
+        what = ""
         if found is None:
-            return f"{GLOO}={given}: there is no interface {name!r} (here are {', '.join(by_name)}); {advice}", ""
-        if not found.is_up:
-            return f"{GLOO}={given}: the interface {name} is down; {advice}", ""
-        if not found.addresses:
-            return f"{GLOO}={given}: the interface {name} has no address; {advice}", ""
-        if is_many and found.kind == "loopback":
-            return f"{GLOO}={given} is loopback, which other machines cannot reach; {advice}", ""
-        family = found.v6 if needs_v6 else found.v4
-        if not family:
-            kind = "IPv6" if needs_v6 else "IPv4"
-            return f"{GLOO}={given}: the interface {name} has no {kind} address, and the store has one; {advice}", ""
-        first = first or family[0]
-    return "", first
+            what = f": there is no interface {name!r} (here are {', '.join(by_name)})"
+        elif not found.is_up or not found.addresses:
+            what = f": the interface {name} {'has no address' if found.is_up else 'is down'}"
+        elif is_many and found.kind == "loopback":
+            what = " is loopback, which other machines cannot reach"
+        elif not family:
+            what = f": the interface {name} has no {kind} address, and the store has one"
+        if what:
+            return f"{GLOO}={given}{what}; unset it, or: export {GLOO}={routed or 'NAME'}", ""
+        addresses += family
+    return "", addresses[0]
 
 
 def check_nccl(host: str, given: str, interfaces: Sequence[Interface]) -> str:
@@ -104,7 +101,7 @@ def keep_gloo_at(address: str, interfaces: Sequence[Interface]) -> None:
         use_gloo_address(address)
 
 
-def settle_interface(
+def agree_on_interface(
     store: Store,
     rank: int,
     placement: Placement,
@@ -117,11 +114,9 @@ def settle_interface(
     """
     interfaces = read_interfaces() if interfaces is None else interfaces
     own = choose(placement, rank, interfaces, environ.get(GLOO, ""))
-    problem = own.problem or check_nccl(own.host, environ.get(NCCL, ""), interfaces)
+    own = replace(own, problem=own.problem or check_nccl(own.host, environ.get(NCCL, ""), interfaces))
     ranks, is_many = range(len(placement.facts)), len(placement.hosts) > 1
-    choices = [
-        Choice(**told) for told in exchange(store, "interface", rank, ranks, {**asdict(own), "problem": problem})
-    ]
+    choices = [Choice(**one) for one in exchange(store, "interface", rank, ranks, asdict(own))]
     _refuse([choice.problem for choice in choices])
     _refuse_two_families(choices)
     if is_many and any(choice.is_users for choice in choices):
@@ -154,25 +149,23 @@ def _refuse_two_families(choices: Sequence[Choice]) -> None:
 
 def _reach(store: Store, rank: int, placement: Placement, choices: Sequence[Choice]) -> str:
     """Whether the machines reach each other at these addresses: '' or what is wrong. One rank per machine listens."""
-    speakers = [placement.machines.index(machine) for machine in range(len(placement.hosts))]
-    own = choices[rank]
-    family = socket.AF_INET6 if is_v6(own.address) else socket.AF_INET
-    with socket.create_server((own.address, 0), family=family) as listener:
-        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        ranks = range(len(choices))
+    own, ranks = choices[rank], range(len(choices))
+    with socket.create_server((own.address, 0), family=_family(own.address)) as listener:
         ports = exchange(store, "listen", rank, ranks, listener.getsockname()[1])
         lost = ""
-        for speaker in speakers:
-            if placement.machines[speaker] == placement.machines[rank] or lost:
-                continue
-            there = choices[speaker]
-            try:
-                source = (own.address, 0)
-                socket.create_connection((there.address, ports[speaker]), REACH_S, source).close()
+        for machine in set(placement.machines) - {placement.machines[rank]}:
+            speaker = placement.machines.index(machine)
+            place = (choices[speaker].address, ports[speaker])
+            try:  # the kernel of the other machine answers: nobody need accept
+                socket.create_connection(place, REACH_S, (own.address, 0)).close()
             except OSError as error:
-                lost = _blame(own, there, error)
+                lost = lost or _blame(own, choices[speaker], error)
         exchange(store, "listened", rank, ranks, None)  # nobody closes before all have tried
     return lost
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if is_v6(address) else socket.AF_INET
 
 
 def _blame(own: Choice, there: Choice, error: OSError) -> str:
@@ -184,12 +177,6 @@ def _blame(own: Choice, there: Choice, error: OSError) -> str:
                 f"unset it, or: export {GLOO}={choice.proposal}"
             )
     return f"{own.host} ({own.address}) cannot reach {there.host} ({there.address}): {error.strerror or error}"
-
-
-def _answer(listener: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            listener.accept()[0].close()
 
 
 def _describe(placement: Placement, choices: Sequence[Choice], own: Choice) -> list[str]:

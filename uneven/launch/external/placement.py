@@ -1,7 +1,7 @@
-"""Who is where, from the facts that the ranks of an engine have told each other: machines and devices.
+"""Who is where, from the facts that the ranks have told each other: machines and devices.
 
-Pure functions of the facts, which all ranks hold alike, so all come to the same roster; `read_facts` looks at this
-process, `take_cores` pins it. Used by launch/context.py.
+For ranks that another launcher started. Pure functions of the facts, which all ranks hold alike, so all come to the
+same roster; `read_facts` looks at this process, `take_cores` pins it. Used by launch/context.py.
 """
 
 import os
@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from uneven.errors import InputError
 from uneven.hardware.addresses import own_name_resolves_to, source_address
@@ -20,8 +21,9 @@ from uneven.hardware.optional import read_text
 from uneven.hardware.roster import Roster
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.external.rendezvous import Facts
 from uneven.machines.addresses import unique_labels
+
+Facts = dict[str, Any]  # of one rank
 
 
 def machine_identity(root: Path = Path("/")) -> str:

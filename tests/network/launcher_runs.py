@@ -1,4 +1,4 @@
-"""One script on machines of 1, 2 and 1 ranks, started as the engines would start it, and what must be true after it."""
+"""One script on machines of 1, 2 and 1 ranks, started as another launcher would, and what must be true after it."""
 
 import json
 import subprocess

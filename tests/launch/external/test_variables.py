@@ -1,4 +1,4 @@
-"""What torchrun, Slurm and Kubernetes say in their variables, and what is no engine at all."""
+"""What torchrun, Slurm and Kubernetes say in their variables, and what is no launcher at all."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,8 @@ from uneven import InputError
 from uneven.launch import script
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.external import engines
-from uneven.launch.external.engines import agent_endpoint, read_engine
-from uneven.launch.external.slurm import expand_nodes, parse_tasks_per_node
+from uneven.launch.external import variables
+from uneven.launch.external.variables import agent_endpoint, expand_nodes, parse_tasks_per_node, read_launcher
 from uneven.launch.find_script import Script
 
 FOUR = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
@@ -33,7 +32,7 @@ POD = {**FOUR, "KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "4", "PET_N
 
 @pytest.fixture(autouse=True)
 def without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_commands_above", list)
+    monkeypatch.setattr(variables, "_commands_above", list)
 
 
 def without(environ: dict[str, str], *names: str, **others: str) -> dict[str, str]:
@@ -73,8 +72,8 @@ def without(environ: dict[str, str], *names: str, **others: str) -> dict[str, st
         ),
     ],
 )
-def test_every_engine_is_read(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
-    found = read_engine(environ)
+def test_every_launcher_is_read(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
+    found = read_launcher(environ)
     assert found is not None
     told = (found.launcher, found.rank, found.world_size, found.local_rank, found.local_world_size, found.host)
     assert (*told, found.prefix, found.has_store) == (*expected[:6], *expected[7:])
@@ -84,14 +83,14 @@ def test_every_engine_is_read(environ: dict[str, str], expected: tuple[Any, ...]
 
 
 def test_the_other_ranks_of_a_job_find_the_same_store_and_rank_0_serves_it() -> None:
-    first = read_engine({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    other = read_engine(SLURM)
+    first = read_launcher({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    other = read_launcher(SLURM)
     assert first is not None
     assert other is not None
     assert (first.host, first.port, first.prefix) == (other.host, other.port, other.prefix)
     assert first.hosts_store
     assert other.peers == ("gpu09", "gpu11")
-    step = read_engine({**SLURM, "SLURM_STEP_ID": "1"})
+    step = read_launcher({**SLURM, "SLURM_STEP_ID": "1"})
     assert step is not None
     assert step.port != other.port  # two steps of one job may run at the same time
 
@@ -112,8 +111,8 @@ def test_the_other_ranks_of_a_job_find_the_same_store_and_rank_0_serves_it() -> 
         {"PET_NNODES": "2"},
     ],
 )
-def test_it_is_no_engine_without_the_rest_of_its_variables(environ: dict[str, str]) -> None:
-    assert read_engine(environ) is None
+def test_it_is_no_launcher_without_the_rest_of_its_variables(environ: dict[str, str]) -> None:
+    assert read_launcher(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_it_is_no_engine_without_the_rest_of_its_variables(environ: dict[str, st
 )
 def test_what_cannot_be_is_named_with_its_value(environ: dict[str, str], words: tuple[str, ...]) -> None:
     with pytest.raises(InputError) as caught:
-        read_engine(environ)
+        read_launcher(environ)
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
@@ -194,7 +193,7 @@ def test_the_rendezvous_of_the_agent(
 
 
 def test_devices_must_match_the_processes_there_are() -> None:
-    started = read_engine(TORCHRUN)
+    started = read_launcher(TORCHRUN)
     assert started is not None
     with pytest.raises(InputError) as caught:
         ProcessContext(started).devices("cpu,cpu@0.4")

@@ -1,10 +1,11 @@
-"""Ranks of an engine meet: one name for the attempt, whatever was left in the store, and the same facts everywhere."""
+"""Ranks of another launcher meet: one name for the attempt, whatever was left in the store, and the same facts."""
 
 import json
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,8 @@ from uneven.comm.store import open_store, reach_store, under
 from uneven.errors import InputError, MachineError
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.external import locate
-from uneven.launch.external import rendezvous as module
-from uneven.launch.external.assemble import await_all, tell_refusal
-from uneven.launch.external.locate import locate_store, store_addresses
-from uneven.launch.external.rendezvous import rendezvous
+from uneven.launch.external import meeting
+from uneven.launch.external.meeting import await_all, locate_store, rendezvous, store_addresses, tell_refusal
 
 
 def met(port: int, attempts: dict[int, str], size: int) -> dict[int, tuple[str, tuple[Any, ...]]]:
@@ -69,9 +67,10 @@ def test_who_waits_says_for_whom_and_not_for_ever(monkeypatch: pytest.MonkeyPatc
     store, _ = open_store()
     said: list[str] = []
     times = iter(range(0, 1000, 4))
-    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: float(next(times)), sleep=lambda _: None)
+    monkeypatch.setattr(meeting, "time", clock)
     with pytest.raises(MachineError, match=r"has waited .* not heard of: 1, 2"):
-        rendezvous(store, 0, 3, {}, said.append, limit_s=60.0, clock=lambda: float(next(times)))
+        rendezvous(store, 0, 3, {}, said.append, limit_s=60.0)
     assert said == ["rank 0 waits for ranks 1, 2 of 3"]
 
 
@@ -100,38 +99,38 @@ def test_a_rank_that_shares_hears_of_one_that_will_not() -> None:
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """What names lead to, and which address other machines know this one by."""
-    monkeypatch.setattr(locate, "_hosted", [])
+    monkeypatch.setattr(meeting, "_hosted", [])
 
     def know(outward: str | None = None, **addresses: tuple[str, ...]) -> None:
-        monkeypatch.setattr(locate, "resolve", lambda name: addresses.get(name, (name,) if "." in name else ()))
-        monkeypatch.setattr(locate, "outward_address", lambda peers: outward)
+        monkeypatch.setattr(meeting, "resolve", lambda name: addresses.get(name, (name,) if "." in name else ()))
+        monkeypatch.setattr(meeting, "outward_address", lambda peers: outward)
 
     return know
 
 
-def engine(host: str, rank: int = 0, local: int | None = 1, **others: Any) -> LaunchEnvironment:
+def started(host: str, rank: int = 0, local: int | None = 1, **others: Any) -> LaunchEnvironment:
     return LaunchEnvironment("srun", rank, 2, 0, local, host, 29500, variable=f"MASTER_ADDR={host}", **others)
 
 
 def test_a_name_that_leads_to_loopback_is_this_machines_address_on_the_network(names: Callable[..., None]) -> None:
     names("10.77.0.1", node1=("127.0.1.1",), localhost=("127.0.0.1", "::1"), both=("10.77.0.9", "fd77::9"))
-    assert store_addresses(engine("node1", has_store=False)) == ("10.77.0.1",)
-    assert store_addresses(engine("node1", has_store=False, local=None)) == ("10.77.0.1",)
-    assert store_addresses(engine("node1", has_store=False, local=2)) == ("127.0.1.1",)  # all ranks are here
-    assert store_addresses(engine("localhost", has_store=False, local=None)) == ("127.0.0.1", "::1")
+    assert store_addresses(started("node1", has_store=False)) == ("10.77.0.1",)
+    assert store_addresses(started("node1", has_store=False, local=None)) == ("10.77.0.1",)
+    assert store_addresses(started("node1", has_store=False, local=2)) == ("127.0.1.1",)  # all ranks are here
+    assert store_addresses(started("localhost", has_store=False, local=None)) == ("127.0.0.1", "::1")
     # Older operators of Kubernetes tell the master pod 'localhost', and the others its name.
-    assert store_addresses(engine("localhost", has_store=False, local=None, is_kubernetes=True)) == ("10.77.0.1",)
-    assert store_addresses(engine("node1", node=0)) == ("127.0.1.1",)  # torchrun's agent listens there, too
-    assert store_addresses(engine("both", has_store=False)) == ("10.77.0.9", "fd77::9")
-    assert store_addresses(engine("nobody", has_store=False, fallback="10.0.0.3")) == ("10.0.0.3",)
-    assert store_addresses(engine("nobody", local=2)) == ("127.0.0.1",)
+    assert store_addresses(started("localhost", has_store=False, local=None, is_kubernetes=True)) == ("10.77.0.1",)
+    assert store_addresses(started("node1", node=0)) == ("127.0.1.1",)  # torchrun's agent listens there, too
+    assert store_addresses(started("both", has_store=False)) == ("10.77.0.9", "fd77::9")
+    assert store_addresses(started("nobody", has_store=False, fallback="10.0.0.3")) == ("10.0.0.3",)
+    assert store_addresses(started("nobody", local=2)) == ("127.0.0.1",)
 
 
 def test_what_leads_nowhere_is_named_with_the_line_to_export(names: Callable[..., None]) -> None:
     names(None, node1=("127.0.1.1",))
     for rank in range(2):  # rank 0 would else wait for the others
         with pytest.raises(InputError, match=r"MASTER_ADDR=nobody: 'nobody' is no name that .* export MASTER_ADDR="):
-            locate_store(engine("nobody", rank=rank, has_store=False))
+            locate_store(started("nobody", rank=rank, has_store=False))
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
         port = finder.getsockname()[1]
@@ -145,14 +144,14 @@ def test_what_leads_nowhere_is_named_with_the_line_to_export(names: Callable[...
     with pytest.raises(
         InputError, match=r"MASTER_ADDR=192\.0\.2\.7 is 192\.0\.2\.7, no address of .* export MASTER_ADDR="
     ):
-        locate_store(engine("192.0.2.7", has_store=False))
+        locate_store(started("192.0.2.7", has_store=False))
     gone = LaunchEnvironment("srun", 1, 2, 0, 1, "127.0.0.1", port, has_store=False, variable="MASTER_ADDR=x")
     with pytest.raises(MachineError, match=r"rank 1 on .* finds no store at port .*MASTER_ADDR=x.*refused"):
         locate_store(gone, limit_s=0.0)
 
 
-def test_ranks_whose_engine_has_no_store_meet_at_rank_0_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locate, "_hosted", [])
+def test_ranks_whose_launcher_has_no_store_meet_at_rank_0_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_hosted", [])
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
         port = finder.getsockname()[1]

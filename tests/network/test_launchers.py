@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.network.engine_runs import (
+from tests.network.launcher_runs import (
     POLICIES,
     SIZES,
     assert_ended,
@@ -226,7 +226,7 @@ def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path, 
         assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
         for text in said[:2]:  # of every machine that is still there
             assert "rank 3 (cpu on node3) fell silent" in text
-        assert "the store of rank 0 (node1, 10.77.0.1:" in said[3]
+        assert "the store of rank 0 (node1)" in said[3]
         assert [machine.pids() for machine in machines] == [[], [], []]
 
 

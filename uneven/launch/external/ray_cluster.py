@@ -1,7 +1,7 @@
 """`uneven run --engine ray`: one actor per device of a Ray cluster, each with the variables of a rank.
 
-An actor only starts `python -m uneven.launch.external.ray_engine ORDER`, which runs the script as `uneven run` does
-under any other engine, in a process of its own: signals and the main thread are the script's. The script's folder
+An actor only starts `python -m uneven.launch.external.ray_cluster ORDER`, which runs the script as `uneven run` does
+under any launcher, in a process of its own: signals and the main thread are the script's. The script's folder
 travels as Ray's working_dir. Ray is no dependency of the package (`pip install 'uneven[ray]'`) and is imported inside.
 """
 
@@ -108,7 +108,7 @@ class RayRank:
             return address, int(server.getsockname()[1])
 
     def run(self, order: str, variables: Mapping[str, str]) -> int:
-        command = [sys.executable, "-m", "uneven.launch.external.ray_engine", order]
+        command = [sys.executable, "-m", "uneven.launch.external.ray_cluster", order]
         self._process = subprocess.Popen(command, env={**os.environ, **variables})
         return self._process.wait()
 

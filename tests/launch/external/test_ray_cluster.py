@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from uneven.errors import InputError, MachineError, RankError
-from uneven.launch.external import ray_engine
-from uneven.launch.external.engines import read_engine
-from uneven.launch.external.ray_engine import plan_places, rank_variables, run_on_ray
+from uneven.launch.external import ray_cluster
+from uneven.launch.external.ray_cluster import plan_places, rank_variables, run_on_ray
+from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script
 
 NODES = [
@@ -31,7 +31,7 @@ def test_one_rank_per_gpu_or_per_machine_without_any() -> None:
 
 
 def test_the_variables_are_read_as_those_of_a_rank() -> None:
-    read = [read_engine(own) for own in rank_variables(["a", "a", "c"], "10.0.0.1", 1234)]
+    read = [read_launcher(own) for own in rank_variables(["a", "a", "c"], "10.0.0.1", 1234)]
     places = [(one.rank, one.world_size, one.local_rank, one.local_world_size) for one in read if one is not None]
     assert places == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
@@ -115,6 +115,6 @@ def test_a_rank_that_fails_and_a_ray_that_is_not_there(monkeypatch: pytest.Monke
 
 def test_the_process_of_a_rank_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        ray_engine.main(json.dumps({"path": "nothing.py", "args": [], "settings": {}}))
+        ray_cluster.main(json.dumps({"path": "nothing.py", "args": [], "settings": {}}))
     assert caught.value.code == 2
     assert "there is no such file" in capsys.readouterr().err
