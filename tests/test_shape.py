@@ -135,7 +135,6 @@ NOT_YET: set[str] = {  # rooms that were written before these rules
         "policy",
         "results",
         "step",
-        "train",
     ),
 }
 

@@ -17,7 +17,7 @@ from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, 
 from uneven import MuonAdamW, fit
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
-from uneven.train.lr_scale import NO_RATE
+from uneven.train.local_policy import NO_RATE
 
 
 def make_muon(params: Any) -> MuonAdamW:

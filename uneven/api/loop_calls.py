@@ -22,10 +22,10 @@ from uneven.errors import InputError, LeftLoopError, RankError
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.several import OptimizerGroup
+from uneven.train.agreement import RankStatus
 from uneven.train.resume import Resumed, find_end
-from uneven.train.status import RankStatus
+from uneven.train.run_record import register
 from uneven.train.synchronizer import Synchronizer
-from uneven.train.user_state import register
 from uneven.train.worker import Worker
 
 

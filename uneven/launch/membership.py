@@ -34,8 +34,8 @@ from uneven.launch.heartbeat import (
 )
 from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
 from uneven.launch.watch.lost import WAITING_PHASES, silence_allowed_s
-from uneven.train.elastic.leaving import PARTING
 from uneven.train.elastic.membership import Generation
+from uneven.train.elastic.settler import PARTING
 
 POLL_S = 0.02
 ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost

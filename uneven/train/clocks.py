@@ -21,7 +21,9 @@ class MachineClocks:
     """
 
     def __init__(self, store: Store, roster: Roster, rank: int) -> None:
-        self._store, self._roster, self._rank = store, roster, rank
+        self._store = store
+        self._roster = roster
+        self._rank = rank
         self.readings: list[ClockReading] = []
         self._measured = 0
 

@@ -4,18 +4,33 @@ The *keeper* is the first rank on another machine than rank 0's. When rank 0 has
 leader's file service give it out; the keeper's saver, which has just sent its own part, waits there and copies it. So
 nothing else waits: training goes on meanwhile, and the next save begins when the copy is there, as with parts. A copy
 is written beside its place, compared with its checksums and renamed. Called by train/saves.py.
+
+Before that, whether ranks on several machines can bring their parts to one folder, and how: where the run has a leader
+(`uneven run --nodes`, `uneven join`), rank 0 opens the folder to its file service. Elsewhere (torchrun, Slurm) the
+machines need a file system in common: rank 0 leaves a mark with a random name in the folder and the others look for it,
+because a folder of the same path may be there on every machine.
 """
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.gather import broadcast_json, gather_bytes
+from uneven.comm.gather import broadcast_json, gather_bytes, gather_json
 from uneven.config import RunConfig
 from uneven.errors import InputError, MachineError
-from uneven.files import is_closed, make_out_folder, make_run_folder, mark_as_run, mark_of_run, partial_folder
+from uneven.files import (
+    is_closed,
+    make_out_folder,
+    make_run_folder,
+    mark_as_run,
+    mark_of_run,
+    partial_folder,
+    why_not_written,
+)
 from uneven.machines.transfer import LeaderFiles
+from uneven.machines.wire import WireError
 from uneven.results.checkpoint import put_in_place
 from uneven.results.checkpoint_folders import find_checkpoints, remove_partial, set_aside, slot_of
 from uneven.results.record import RECORD, check_files, listed_files, read_record
@@ -40,7 +55,9 @@ class Copies:
 
         InputError on all ranks where it cannot, before the first step; later that is a line like any other.
         """
-        self.folder, self._gives_out, self.run = None, False, run
+        self.folder = None
+        self._gives_out = False
+        self.run = run
         given = f"checkpoint_copies={config.checkpoint_copies}"
         others = [rank for rank in range(info.world_size) if info.roster.machines[rank] != info.roster.machines[0]]
         if not others:
@@ -133,3 +150,45 @@ class Copies:
 def _key(partial: Path) -> str:
     """Under which a checkpoint is given out: the run's token and the number of the save."""
     return partial.name.rpartition("-")[2] + "_whole"
+
+
+def open_to_machines(info: RankInfo, folder: Path, token: str) -> str | None:
+    """None where all ranks can bring parts to this folder of rank 0's, else why not, the same on all; a collective."""
+    if info.roster.is_one_machine:
+        return None
+    if info.leader is not None:
+        return _open_at_leader(info, folder, token)
+    mark = folder / f".state.partial-{token}"  # a name that the next run removes where this one is killed
+    fault = ""
+    if info.rank == 0:
+        try:
+            make_run_folder(folder)
+            mark.touch()
+        except OSError as error:
+            fault = f"cannot write to {folder}: {why_not_written(error)}"
+    if fault := broadcast_json(info.group, fault):
+        return str(fault)
+    seen = gather_json(info.group, mark.exists())
+    if info.rank == 0:
+        mark.unlink(missing_ok=True)
+        with suppress(OSError):  # it is not empty where it is in use
+            folder.rmdir() if not all(seen) else None
+    hosts = dict.fromkeys(info.roster.host(rank) for rank, is_seen in enumerate(seen) if not is_seen)
+    if not hosts:
+        return None
+    verb = "does" if len(hosts) == 1 else "do"
+    return (
+        f"{', '.join(hosts)} {verb} not see {folder.absolute()} of {info.roster.host(0)}, where every rank writes its "
+        "part of a checkpoint; pass as out=... a folder that all machines share, or start with 'uneven run --nodes' "
+        "and 'uneven join', which need none"
+    )
+
+
+def _open_at_leader(info: RankInfo, folder: Path, token: str) -> str | None:
+    fault = ""
+    if info.rank == 0 and info.leader is not None:
+        try:
+            info.leader.share(token, folder, places=info.places)
+        except (WireError, OSError) as error:
+            fault = f"the leader does not take the parts of other machines: {error}"
+    return broadcast_json(info.group, fault) or None

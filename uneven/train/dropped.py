@@ -12,7 +12,7 @@ from uneven.errors import NotFiniteError
 from uneven.policy.axis import Part
 from uneven.policy.round_report import RoundReport
 from uneven.step.finite import Cause, Fault, Verdict
-from uneven.train.status import RankStatus
+from uneven.train.agreement import RankStatus
 
 
 class BadStep(NamedTuple):
@@ -39,7 +39,10 @@ class DroppedSteps:
 
     def restore(self, parts: list[tuple[int, int, int]], samples: int, in_a_row: int) -> None:
         """What was dropped before the checkpoint from which this run goes on."""
-        self.parts, self.samples, self._reported, self.in_a_row = parts, samples, samples, in_a_row
+        self.parts = parts
+        self.samples = samples
+        self._reported = samples
+        self.in_a_row = in_a_row
 
     def add(self, part: Part, verdict: Verdict) -> None:
         self._unknown.append((part, verdict))

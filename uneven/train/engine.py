@@ -123,7 +123,9 @@ class Engine:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer = strategy.optimizer
         self.schedule = make_schedule(self.task.make_scheduler, optimizer, self.config, self.axis)
-        self.strategy, self.full_state, self.load_full_state = strategy, strategy.full_state, strategy.load_full_state
+        self.strategy = strategy
+        self.full_state = strategy.full_state
+        self.load_full_state = strategy.load_full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
 

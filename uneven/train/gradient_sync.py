@@ -4,12 +4,16 @@ Each rank's statistics (its compute time, a stop request, a fingerprint of its p
 bucket, so agreeing on shares costs no collective of its own. One rank alone takes the same path without a sum.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from uneven.average.buffers import BufferAverage
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
+from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import describe_batchnorm, synced_buffers
 from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
@@ -18,15 +22,12 @@ from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.step.captured import check_capturable
 from uneven.step.finite import OwnCheck, Verdict
+from uneven.train.agreement import RankStatus, check_agreement, check_replicas, check_status, take_first
 from uneven.train.apply_strategy import apply_strategy
-from uneven.train.capture_ahead import capture_ahead
 from uneven.train.dropped import BadStep, count_skipped
-from uneven.train.dummy_batches import DummyBatches
 from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
-from uneven.train.exact_policy import advise, make_exact_policy
-from uneven.train.same_replicas import check_replicas, take_first
-from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.exact_policy import advise, capture_ahead, make_exact_policy
 from uneven.train.step_stats import StepStats, StepTimer, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import Hooks
@@ -218,7 +219,7 @@ class GradientSync:
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
         rows = engine.eager.exchange(samples, lambda: own)
-        return [RankStatus(int(StepStats(*row).status)) for row in rows]
+        return [RankStatus(int(StepStats._make(row).status)) for row in rows]
 
     def average_buffers(self) -> None:
         """Make all replicas equal, buffers included; a collective."""
@@ -266,7 +267,9 @@ class GradientSync:
 
     def reach_event(self, done: int) -> bool:
         """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
-        axis, events, slot = self.engine.axis, self.engine.events, self.engine.trained
+        axis = self.engine.axis
+        events = self.engine.events
+        slot = self.engine.trained
         epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
         is_over = slot == axis.epoch_end(epoch)
         is_event = slot > done and (is_over or events.evaluates(slot) or events.saves(slot))
@@ -277,11 +280,13 @@ class GradientSync:
 
         Returns whether any rank was asked to stop, and whether the step was finite.
         """
-        engine, slot, recorder = self.engine, part.slot, self.engine.recorder
+        engine = self.engine
+        slot = part.slot
+        recorder = self.engine.recorder
         rows, checks = engine.eager.forward_backward(micros, slot.samples, lambda: self._stats_of_step(part))
         summed_ns = recorder.clock()
         self._timer.start(summed_ns)
-        stats = [StepStats(*row) for row in rows]
+        stats = [StepStats._make(row) for row in rows]
         own = stats[engine.rank_info.rank]
         record_wait(recorder, own, stats, self._timer.stopped_ns, summed_ns)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
@@ -342,3 +347,37 @@ class GradientSync:
         if isinstance(self.policy, Calibrating) and self.policy.costs is not None and not self._has_advised:
             self._has_advised = True
             self.notes += advise(self.engine, self.policy.costs)
+
+
+class DummyBatches:
+    """Micro-batches of 0 samples, for ranks that have fewer of them than others where layers run collectives.
+
+    Synchronised BatchNorm sums over ranks in every forward, and a sharded strategy gathers params: so all ranks run
+    equally many micro-batches, and those that have none left run dummies, which count nothing.
+    Life cycle: `read` once where BatchNorm is synchronised, then `of` for every part.
+    """
+
+    def __init__(self, engine: Engine, is_model_parallel: bool) -> None:
+        self._engine, self._is_model_parallel = engine, is_model_parallel
+        self._inputs: Any = None
+
+    def read(self) -> None:
+        """One sample, to pass through the layers."""
+        engine = self._engine
+        _, ((self._inputs, _),) = next(engine.feed.stream([Part(engine.axis.slot(0), 0, 1, 1)]))
+
+    def of(self, part: Part, shares_of: Callable[[int, int], Sequence[int]]) -> Micros:
+        """What this rank runs after its own micro-batches of a part."""
+        engine = self._engine
+        if self._is_model_parallel or (engine.config.is_replicated and not engine.batchnorm_sync.is_open):
+            return []
+        shares = shares_of(part.slot.index, part.slot.samples)
+        most = max(-(-share // engine.micro_batch_size(share, rank)) for rank, share in enumerate(shares))
+        missing = range(most - len(part.sizes))
+        # A strategy runs its own collectives without a batch; BatchNorm layers need one to pass through them.
+        return [(self._open() if engine.config.is_replicated else None, 0) for _ in missing]
+
+    def _open(self) -> Batch:
+        """Without numbers that are not finite: 0 times them would still spoil the gradients of a rank's step."""
+        batch = self._engine.feed.open(self._inputs)
+        return pytree.tree_map_only(Tensor, lambda t: t.nan_to_num() if t.is_floating_point() else t, batch)

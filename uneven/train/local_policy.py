@@ -1,4 +1,5 @@
-"""The local policy of a run: windows and slot schedule, by measured speeds or as a log has them; and advice by costs.
+"""The local policy of a run: windows and slot schedule, by measured speeds or as a log has them; the factor on its
+learning rates, which follows those speeds (policy/scale.py); and advice by costs.
 
 LocalSGD calls it, as GradientSync calls exact_policy.py.
 """
@@ -14,6 +15,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
 from uneven.policy.round_report import RoundReport
+from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
@@ -41,7 +43,9 @@ def make_slot_schedule(
     engine: Engine, claims: SlotClaims, costs: Sequence[Cost]
 ) -> tuple[Windows, SlotSchedule] | tuple[RecordedWindows, RecordedSchedule]:
     """This rank's slot schedule and its copy of the window controller; a replay reads both from the log."""
-    config, axis, rank = engine.config, engine.axis, engine.rank_info.rank
+    config = engine.config
+    axis = engine.axis
+    rank = engine.rank_info.rank
     next_event = engine.events.next_event
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
@@ -61,7 +65,9 @@ def make_slot_schedule(
 
 def _make_recorded_schedule(engine: Engine) -> tuple[RecordedWindows, RecordedSchedule]:
     """What this rank trains in a replay, and when it enters and merges rounds."""
-    config, axis, info = engine.config, engine.axis, engine.rank_info
+    config = engine.config
+    axis = engine.axis
+    info = engine.rank_info
     assert config.replay is not None, "of a replay only"
     log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
     speeds = [float(len(parts)) for parts in log.parts]
@@ -118,3 +124,42 @@ def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
     gathered = gather_json(engine.rank_info.group, own)
     known = engine.ledger.advanced_to(max(last_event, engine.ledger.trained))
     return known.after(slot for data in gathered for slot in data)
+
+
+NO_RATE = (
+    "  the optimizer has no learning rate to scale (lr=None); averaging params over devices damps each one's steps"
+)
+
+
+class LocalScale:
+    """`value` is the factor; `update` at the start, until it is known, and after every epoch."""
+
+    def __init__(self, engine: Engine, windows: Windows | RecordedWindows) -> None:
+        self._engine, self._windows = engine, windows
+        self.value = 1.0
+        self.is_known = False
+
+    def update(self) -> list[str]:
+        """Follow the speeds; a replay takes the factor from the log. Returns lines to print."""
+        if isinstance(self._windows, RecordedWindows):
+            self.value = self._windows.scale
+            return []
+        if not self._windows.is_measured:
+            return []
+        if not self._engine.schedule.rates:
+            lines, self.is_known = [] if self.is_known else [NO_RATE], True
+            return lines
+        wanted = self._engine.lr_scale("auto", self._windows.speeds)
+        if abs(wanted / self.value - 1.0) <= CHANGE and self.is_known:
+            return []
+        self.is_known, self.value = True, wanted
+        self._engine.recorder.event("lr_scale", scale=wanted)
+        lr, rule = self._engine.schedule.plain[0], self._engine.config.lr_scale or "auto"
+        return [] if wanted == 1.0 else [describe_lr_scale(lr, wanted, rule)]
+
+
+def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
+    return (
+        f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
+        "over devices makes steps smaller; lr_scale=1.0 turns this off"
+    )

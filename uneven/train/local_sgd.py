@@ -23,16 +23,20 @@ from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import Windows
+from uneven.train.agreement import RankStatus, check_agreement, check_status
 from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
-from uneven.train.elastic.local_state import LocalState
 from uneven.train.engine import Engine
-from uneven.train.epoch_ends import EpochEnds
-from uneven.train.local_policy import describe_guard, leave_out_rest, make_slot_schedule, note_shares, stopped_ledger
-from uneven.train.lr_scale import LocalScale
-from uneven.train.round_costs import RoundCosts
-from uneven.train.round_tally import RoundTally
-from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.local_policy import (
+    LocalScale,
+    describe_guard,
+    leave_out_rest,
+    make_slot_schedule,
+    note_shares,
+    stopped_ledger,
+)
+from uneven.train.local_state import EpochEnds, LocalState
+from uneven.train.rounds import RoundCosts, RoundTally
 from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import Hooks
 from uneven.train.wishes import Wish, follow_wish
@@ -236,8 +240,12 @@ class LocalSGD:
     def go_on_after(self, before: "LocalSGD | None", event_loss: float | None) -> None:
         del event_loss  # it is with the events that are pending
         if before is not None:
-            self.average, self.buffers, self.tally = before.average, before.buffers, before.tally
-            self.agreed, self.epochs, self.others_stop = before.agreed, before.epochs, before.others_stop
+            self.average = before.average
+            self.buffers = before.buffers
+            self.tally = before.tally
+            self.agreed = before.agreed
+            self.epochs = before.epochs
+            self.others_stop = before.others_stop
 
     def reach_event(self, done: int) -> bool:
         """Events that a loss has interrupted, and those of a round that was merged without them."""
@@ -291,7 +299,9 @@ class LocalSGD:
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
-        engine, recorder, tally = self.engine, self.engine.recorder, self.tally
+        engine = self.engine
+        recorder = self.engine.recorder
+        tally = self.tally
         if status or self.windows.is_blocking:
             self.slot_schedule.settle()
         asked_ns = recorder.enter("compute")
@@ -339,7 +349,7 @@ class LocalSGD:
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
         self.tally.commit()
-        rows = [RoundReport(*row) for row in arrived.rows]
+        rows = [RoundReport._make(row) for row in arrived.rows]
         user_ms = max(row.user_ms for row in rows) - rows[self.engine.rank_info.rank].user_ms
         self.costs.record_wait(began_ns, min(here_ns, max(began_ns, arrived.joined_ns)), user_ms)
         sent = self.average.traffic.payload_bytes

@@ -45,7 +45,6 @@ class RankInfo:
         *,
         roster: Roster | None = None,
         member: str | None = None,
-        generation: int = 0,
         leader: LeaderFiles | None = None,
         is_newcomer: bool = False,
     ) -> None:
@@ -58,7 +57,7 @@ class RankInfo:
         self.roster = roster or Roster.on_one_machine(self.devices)
         assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
-        self.generation = generation
+        self.generation = 0
         self.is_newcomer = is_newcomer  # it joins a run in progress, and has trained nothing in it yet
         self.leader = leader
         self.records: RoundRecords | None = None  # with a Membership
@@ -128,7 +127,10 @@ class RankInfo:
 
     def go_on_as(self, generation: int, roster: Roster, rank: int, group: Group) -> None:
         """This member goes on as `rank` of another roster, whose group has formed; clocks are compared anew."""
-        self.generation, self.roster, self.rank, self.devices = generation, roster, rank, roster.devices
+        self.generation = generation
+        self.roster = roster
+        self.rank = rank
+        self.devices = roster.devices
         self.clocks = None
         self.join(group)
 

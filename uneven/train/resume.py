@@ -199,7 +199,9 @@ def learn_sizes(axis: Axis, record: Mapping[str, Any]) -> None:
 
 def check_model(checkpoint: Checkpoint, model: Mapping[str, Any], structure: str | None) -> None:
     """InputError in one line where the checkpoint is of another model."""
-    tied, saved, extra = checkpoint.record["tied"], checkpoint.tensors, checkpoint.record.get("extra")
+    tied = checkpoint.record["tied"]
+    saved = checkpoint.tensors
+    extra = checkpoint.record.get("extra")
     if extra is None and (lost := next((name for name in model if name.endswith("_extra_state")), None)):
         raise InputError(
             f"checkpoint {checkpoint.folder}: it is of an earlier version, which did not keep {lost} of the model "

@@ -5,6 +5,7 @@ is undone (`undo`) and reached again by whoever is left (train/elastic/settle.py
 twice.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,15 @@ import torch
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.step.evaluation import monitored, name_clash
+from uneven.config import Evaluation
+from uneven.data.feed import Feed, make_feed
+from uneven.hardware.device import needs_ranks
+from uneven.policy.exact import Fixed
+from uneven.step.evaluation import evaluate, monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner, Moment
 from uneven.train.elastic.settle import Kept
 from uneven.train.engine import Engine
-from uneven.train.evaluator import Evaluator
 from uneven.train.rank_info import Report
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
@@ -185,7 +189,9 @@ class RunEvents:
         A newcomer's callbacks go on from that rank's: else the first evaluation would be the best one to them.
         """
         run = self._run
-        run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
+        run.history[:] = record["history"]
+        run.saves = record["saves"]
+        run.monitored = record["monitored"]
         run.stop_rounds, run.kept = record["stop_rounds"], kept
         self._engine.schedule.load_state_dict(record["schedule"])
         self._engine.dropped.agree(*record["dropped"])
@@ -331,3 +337,45 @@ def _make_entry(
         "train_seconds": now_s,
         "samples_per_s": samples / max(now_s - seconds, 1e-9),
     }
+
+
+class Evaluator:
+    """The evaluation of one rank: its part of the test set, split by speed as training is.
+
+    The feed of the test set is kept from one evaluation to the next.
+    """
+
+    def __init__(self, engine: Engine, stop: threading.Event) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._stop = stop
+        self._feed: Feed | None = None
+
+    def run(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
+        """Metrics over the whole test set, the same on all ranks; a collective. `ratio`: of the ranks' speeds."""
+        engine, info = self._engine, self._engine.rank_info
+        batch_size = evaluation.batch_size or self._config.batch_size
+        if self._feed is None:
+            self._feed = make_feed(
+                evaluation.dataset,
+                engine.device,
+                self._config.seed,
+                batch_size,
+                evaluation.num_workers,
+                is_rank=needs_ranks(info.devices),
+                loading=evaluation.loading,
+            )
+        model, precision = engine.model, engine.eager.precision
+        if self._config.is_model_parallel:
+            return evaluate(model, evaluation.eval_step, self._feed, precision, info.group)
+        # Split by speed, as in training; a rank may have no samples.
+        shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
+        first = sum(shares[: info.rank])
+        own = (first, first + shares[info.rank])
+        # FSDP's forward is a collective: all ranks run equally many batches.
+        batches = -(-max(shares) // batch_size) if self._config.strategy == "fsdp" else 0
+        return evaluate(model, evaluation.eval_step, self._feed, precision, info.group, own, self._stop, batches)
+
+    def close(self) -> None:
+        """End the loader processes that the feed kept."""
+        self._feed = None

@@ -34,13 +34,11 @@ from uneven.results.checkpoint_folders import prune, remove_partial
 from uneven.results.saver import Saver
 from uneven.results.state import TrainedState, capture_state, join_state, model_fields
 from uneven.results.state_tree import split_tree
-from uneven.train.copies import Copies
+from uneven.train.copies import Copies, open_to_machines
 from uneven.train.engine import Engine
 from uneven.train.optimizer_tree import split_optimizer
 from uneven.train.random_state import capture_random
-from uneven.train.run_record import RunRecord
-from uneven.train.shared_folder import open_to_machines
-from uneven.train.user_state import user_state
+from uneven.train.run_record import RunRecord, user_state
 
 Take = Callable[[], dict[str, Tensor]]
 MOST_BEGUN = 50  # saves that are remembered; one of them is whole
@@ -154,7 +152,9 @@ class Saves:
         `state` is that of synchronizer and loop, of which all ranks have the same; `callbacks` that of this rank's own.
         """
         assert self._saver is not None, "connected when the group has formed"
-        engine, run, info = self._engine, self._run, self._engine.rank_info
+        engine = self._engine
+        run = self._run
+        info = self._engine.rank_info
         is_lead = info.rank == 0
         full = engine.full_state() if engine.full_state is not None else None
         values = {**dict(engine.model.named_buffers()), **dict(engine.model.named_parameters())}
@@ -193,7 +193,9 @@ class Saves:
 
     def _after(self, saver: Saver, folder: Path) -> Callable[[], None] | None:
         """What the saver's thread does when this rank's files are in place, and on rank 0 the checkpoint is."""
-        info, copies, partial = self._engine.rank_info, self._copies, saver.next_partial(folder)
+        info = self._engine.rank_info
+        copies = self._copies
+        partial = saver.next_partial(folder)
         leader, is_lead = info.leader, info.rank == 0
 
         def give_out() -> None:
@@ -212,7 +214,9 @@ class Saves:
         self, fields: dict[str, Any], cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None
     ) -> Callable[[], Whole]:
         """What rank 0 adds: the agreed params and buffers, and the record."""
-        engine, run, info = self._engine, self._run, self._engine.rank_info
+        engine = self._engine
+        run = self._run
+        info = self._engine.rank_info
         params = self._snapshot(fields["params"])
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in fields["buffers"].items()}
         record = {

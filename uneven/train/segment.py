@@ -231,7 +231,9 @@ class LocalSGDSegments:
         least = LEAST_WINDOWS * sum(synchronizer.windows.counts)
         # The end of this segment was fixed when the last one ended; this is the length of the next one.
         self._length = max(least, math.ceil(seconds * self._slots_per_s))
-        end, start, known = synchronizer.windows.event, synchronizer.windows.start, worker.recorder.event_count
+        end = synchronizer.windows.event
+        start = synchronizer.windows.start
+        known = worker.recorder.event_count
         first, sent = len(worker.engine.log), synchronizer.average.traffic.payload_bytes
         began_ns = worker.recorder.clock()
         synchronizer.reset_timer()
@@ -326,7 +328,7 @@ class TorchDdpStep(DerivedStep):
             recorder = self._worker.recorder
             recorder.enter("wait", self._ready_ns)
             recorder.enter("compute")
-        own = StepStats(*stats())
+        own = StepStats._make(stats())
         self._steps += 1
         is_checked = self._steps % STOP_CHECK_STEPS == 0
         # Two ranks that were both asked to stop must not add up to another status.

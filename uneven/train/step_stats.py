@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from uneven.timeline.record import Recorder
+from uneven.train.agreement import RankStatus
 from uneven.train.rank_info import RankInfo
-from uneven.train.status import RankStatus
 
 
 class StepStats(NamedTuple):
@@ -24,7 +24,7 @@ class StepStats(NamedTuple):
 
 def is_leaving(row: Sequence[float]) -> bool:
     """Whether the rank with these statistics takes no part in the step."""
-    return int(StepStats(*row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
+    return int(StepStats._make(row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
 
 
 def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], sent_ns: int, summed_ns: int) -> None:

@@ -7,7 +7,7 @@ from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
-from uneven.train.status import RankStatus
+from uneven.train.agreement import RankStatus
 from uneven.train.wishes import Wish
 
 

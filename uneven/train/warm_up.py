@@ -27,7 +27,9 @@ def check_loss(engine: Engine, *, may_grow: bool) -> None:
 
     On rank 0 alone: nothing of it is left, and an error there ends the run. `may_grow`: other ranks may join this one.
     """
-    config, info, axis = engine.config, engine.rank_info, engine.axis
+    config = engine.config
+    info = engine.rank_info
+    axis = engine.axis
     slot = axis.slot(0)
     is_cut = engine.micro_batch_size(slot.samples) < slot.samples
     if not config.is_local and not config.is_model_parallel:
@@ -67,7 +69,9 @@ def find_cap(engine: Engine) -> None:
 
     Only where shares may grow, and without memory_cap.
     """
-    config, slot, info = engine.config, engine.axis.slot(0), engine.rank_info
+    config = engine.config
+    slot = engine.axis.slot(0)
+    info = engine.rank_info
     is_moving = config.policy == "balanced" and info.world_size > 1 and not config.has_fixed_shares
     if engine.device.type != "cuda" or not is_moving or config.memory_cap is not None:
         return
@@ -92,7 +96,9 @@ def warm_up(engine: Engine) -> None:
 
     Runs both sizes of slot, the full one and an epoch's shorter last one. An eager CPU needs none of this.
     """
-    compile, axis, recorder = engine.config.compile, engine.axis, engine.recorder
+    compile = engine.config.compile
+    axis = engine.axis
+    recorder = engine.recorder
     if compile == "off" and engine.device.type == "cpu":
         return
     recorder.enter("compile")

@@ -26,7 +26,7 @@ class Wish(IntFlag):
     NONE = 0
     SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
     EVALUATE = 2
-    LEAVE = 4  # the rank leaves the run; what it has trained is in this very exchange (train/elastic/leaving.py)
+    LEAVE = 4  # the rank leaves the run; what it has trained is in this very exchange (train/elastic/settler.py)
 
 
 def wished(values: Iterable[float]) -> Wish:

@@ -27,13 +27,12 @@ from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.elastic.leaving import why_nobody_goes
 from uneven.train.elastic.membership import Membership
 from uneven.train.elastic.settle import why_not as why_not_settled
 from uneven.train.elastic.settle_shards import keep_at_end
-from uneven.train.elastic.settler import Settler
+from uneven.train.elastic.settler import Settler, why_nobody_goes
 from uneven.train.engine import Engine
-from uneven.train.global_batch import settle_global_batch
+from uneven.train.exact_policy import choose_global_batch
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.random_state import seed_random
@@ -266,8 +265,8 @@ class Worker:
         rows = gather_rows(self.group, (cost.fixed_ms, cost.sample_ms, cost.cap, *hooks))
         self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
         self.callbacks.awaits_saves = any(row[4] for row in rows)
-        costs = [Cost(*row[:3]) for row in rows]
-        lines = settle_global_batch(self.engine, costs)
+        costs = [Cost(fixed_ms=row[0], sample_ms=row[1], cap=row[2]) for row in rows]
+        lines = choose_global_batch(self.engine, costs)
         self.config = self.engine.config
         synchronizer.initialize(costs)
         synchronizer.notes[:0] = lines

@@ -13,14 +13,13 @@ from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, a 
 from uneven.timeline.clock import Machine
 from uneven.timeline.record import Recorder, account_of
 from uneven.timeline.timeline import LEFT, LOST, Lane, Timeline
-from uneven.train.elastic import lane_records
 from uneven.train.elastic.lane_records import LaneRecords, gone_lane, why_gone
 
 
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """These runs last milliseconds."""
-    monkeypatch.setattr(lane_records, "COLLECT_NS", 0)
+    monkeypatch.setattr("uneven.train.elastic.lane_records.COLLECT_NS", 0)
 
 
 def timeline_of(found: dict[str, Any]) -> Timeline:

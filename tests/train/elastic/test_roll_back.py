@@ -22,7 +22,7 @@ from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.step.loss import LossMeter
 from uneven.train.callbacks import CallbackInfo
-from uneven.train.elastic.settle_losses import exchange_losses
+from uneven.train.elastic.settle import exchange_losses
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 

@@ -33,7 +33,9 @@ class LaneRecords:
     """
 
     def __init__(self, store: Store, engine: Engine) -> None:
-        self._store, self._engine, self._member = store, engine, engine.rank_info.member
+        self._store = store
+        self._engine = engine
+        self._member = engine.rank_info.member
         # With a local policy the log of a rank that is gone has what it had trained before the run was resumed, too.
         self._restored = sum(samples for _, _, samples in engine.log) if engine.config.is_local else 0
         self._states = self._events = self._spans = self._parts = 0  # that are written, or wait for it
@@ -78,7 +80,9 @@ class LaneRecords:
         return device_spans(sure, busy[first:])
 
     def _write(self, *, has_left: bool) -> None:
-        engine, info, spans = self._engine, self._engine.rank_info, self._waiting
+        engine = self._engine
+        info = self._engine.rank_info
+        spans = self._waiting
         events = engine.recorder.events_since(self._events)[: MOST_EVENTS - self._events]
         self._waiting, self._events = [], self._events + len(events)
         lane = Lane(info.rank, str(info.device), spans, info.machine.number)

@@ -80,12 +80,16 @@ def go_back(engine: Engine, run: RunRecord, events: RunEvents, found: Found) -> 
     keep_whole(engine, resumed.full_state(engine))
     engine.rolled_back = found.which
     leave_shards(engine)
-    run.kept, run.generations, run.lost_logs = None, [], []
+    run.kept = None
+    run.generations = []
+    run.lost_logs = []
     resumed.restore_record(run, engine.axis)
     run.train_seconds = seconds  # this process has spent them, whatever became of its work
     resumed.restore_engine(engine)
     # Every rank knows what all of them had trained: whoever is lost next has nothing of its own before this.
-    run.earlier_logs, run.resumed_logs, engine.log = resumed.logs(0), {}, pack_log()
+    run.earlier_logs = resumed.logs(0)
+    run.resumed_logs = {}
+    engine.log = pack_log()
     engine.dropped.restore([], engine.dropped.samples, engine.dropped.in_a_row)
     resumed.restore_progress(engine)
     engine.events.take_requests((), ())

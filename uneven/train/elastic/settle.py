@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from uneven.comm.gather import broadcast_json, gather_json
+from uneven.comm.gather import broadcast_json, gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
 from uneven.parallel.muon_adamw import MuonAdamW
@@ -25,11 +25,13 @@ from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
+from uneven.step.loss import LossMeter
 from uneven.step.several import SeveralSteps
 from uneven.train.elastic.settle_shards import settle_shards
 from uneven.train.elastic.step_guard import log_of
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
 from uneven.train.optimizer_tree import lay_out
 from uneven.train.resume import learn_sizes
 
@@ -346,3 +348,58 @@ def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], 
                 known["log"] += found["log"]
                 known["dropped"] += found["dropped"]
     return list(logs.values())
+
+
+# The losses of a lost rank count in its epoch. With exact policies ranks tell each other in every step what their
+# meters hold (`LossMeter.known`); in the local ones the losses are in the sums of the rounds. `known` is that of the
+# last step that counts, on every rank that has applied it: so the furthest one's is right for all. Whoever is left
+# takes its own entry from there, and the furthest one those of the lost as well.
+Losses = list[tuple[float, float]]  # sum and count, of every rank's meter
+
+
+def exchange_losses(meter: LossMeter, group: Group) -> None:
+    """Before the first step, when a checkpoint may have left something in the meters; a collective."""
+    meter.known = [(loss_sum, count) for loss_sum, count in gather_rows(group, meter.totals.tolist())]
+
+
+def settled_losses(meter: LossMeter, before: Sequence[str], own: str, members: Sequence[str]) -> Losses:
+    """By the furthest one, `own`: every member's, where `before` were those of the lost group. Newcomers have none."""
+    known = dict(zip(before, meter.known, strict=False))  # a rank that was alone is told nothing
+    known[own] = tuple(meter.totals.tolist())
+    lost = [losses for member, losses in known.items() if member not in members]
+    known[own] = (sum(each for each, _ in (known[own], *lost)), sum(each for _, each in (known[own], *lost)))
+    return [known.get(member, (0.0, 0.0)) for member in members]
+
+
+def take_losses(meter: LossMeter, settled: Losses, rank: int, *, are_taken: bool) -> None:
+    """Go on with them. `are_taken`: they are in an epoch's mean already, though the furthest one may not know it."""
+    meter.known = [(0.0, 0.0)] * len(settled) if are_taken else [(loss_sum, count) for loss_sum, count in settled]
+    meter.totals.copy_(torch.tensor(meter.known[rank], dtype=torch.float64))
+
+
+def settle_buffers(
+    engine: Engine, before: GradientSync | LocalSGD | None, own: Standing, settlement: Settlement
+) -> None:
+    """Where the ranks were about to average their buffers: it happened if any who is left has it; a collective.
+
+    At evaluations, checkpoints and the end of a run all ranks average them (of a local policy only integer buffers: the
+    others are in its rounds). A rank that could not get the result takes it over from the furthest one, as params of a
+    step that it missed. So the samples of a lost rank stay in the average that it was in. `before` was this rank's
+    synchronizer; a newcomer, which has none, takes nothing here.
+    """
+    furthest = settlement.furthest
+    if all(one.is_newcomer or one.averages == furthest.averages for one in settlement.standings):
+        return
+    buffers, sent = None if before is None else before.buffers, dict[str, Tensor]()
+    if buffers is not None:
+        sent = {f"integers.{place}": tensor for place, tensor in enumerate(buffers.agreed_integers)}
+        sent |= {} if furthest.is_local else {"floats": buffers.agreed}
+    found = share_tensors(engine.rank_info.group, settlement.source, sent)
+    if buffers is None or before is None or own.averages == furthest.averages:
+        return
+    before.hooks.before_change()
+    buffers.take_integers([found[f"integers.{place}"] for place in range(len(buffers.agreed_integers))])
+    if isinstance(before, GradientSync):
+        buffers.take(found["floats"])
+        before.weight = 0
+    buffers.averages = furthest.averages

@@ -24,9 +24,9 @@ from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
-from uneven.train.elastic.local_state import LocalState
 from uneven.train.elastic.settle import Settlement, seed_newcomer
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.local_state import LocalState
 
 
 def begin_blank(local: LocalSGD) -> None:
@@ -101,7 +101,9 @@ def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlemen
 
 def _hand_over(local: LocalSGD) -> None:
     """One rank is left alone: it needs no round for the events that are due, and keeps all losses in its meter."""
-    epochs, engine, axis = local.epochs, local.engine, local.engine.axis
+    epochs = local.epochs
+    engine = local.engine
+    axis = local.engine.axis
     position = engine.trained
     stop = max(epochs.epoch, axis.epochs_before(position))
     is_event = engine.events.evaluates(position) or engine.events.saves(position)
@@ -122,7 +124,10 @@ def _passed(local: LocalSGD) -> int:
 
 def _own_state(local: LocalSGD) -> LocalState:
     """What this rank knows to be agreed upon."""
-    engine, epochs, agreed, windows = local.engine, local.epochs, local.agreed, local.windows
+    engine = local.engine
+    epochs = local.epochs
+    agreed = local.agreed
+    windows = local.windows
     lineage, axis = local.tally.lineage, engine.axis
     return LocalState(
         eras=lineage.eras,
@@ -182,7 +187,9 @@ def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -
 
 def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch.Tensor | None) -> None:
     """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
-    engine, tally, epochs = local.engine, local.tally, local.epochs
+    engine = local.engine
+    tally = local.tally
+    epochs = local.epochs
     was_blank = local.is_blank
     if was_blank:
         assert buffers is not None, "a newcomer is behind"

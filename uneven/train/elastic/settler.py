@@ -2,6 +2,12 @@
 
 Made by the worker once its first group has formed, where the run can go on without a rank. A loss while it settles
 begins the same again with the generation after that.
+
+A rank that leaves on purpose hands in what it has trained, and is not in the next generation. It says so with its next
+exchange (Wish.LEAVE): the sum of a step or, in a local policy, a round that carries all it has trained since the last
+one. So all ranks know after the same step or round, and part there (`Settler.between_steps`): nobody is in the middle
+of a sum, the leaver has nothing that the others have not got, and nothing is trained again. The leader publishes the
+generation without it once it has said that all is handed in.
 """
 
 from collections.abc import Sequence
@@ -12,7 +18,6 @@ from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
 from uneven.policy.finish import Cost
 from uneven.train.elastic.lane_records import LaneRecords
-from uneven.train.elastic.leaving import PARTING, has_handed_in, is_parting
 from uneven.train.elastic.membership import Generation, Membership
 from uneven.train.elastic.roll_back import go_back, read_newest
 from uneven.train.elastic.round_records import RoundRecords
@@ -22,19 +27,22 @@ from uneven.train.elastic.settle import (
     Standing,
     compare,
     config_of,
+    exchange_losses,
     lost_logs,
     needs_checkpoint,
     no_checkpoint,
     position_of,
+    settle_buffers,
     settle_exact,
+    settled_losses,
     share_kept,
+    take_losses,
     take_position,
     take_replica,
+    why_not,
     why_not_joined,
 )
-from uneven.train.elastic.settle_buffers import settle_buffers
 from uneven.train.elastic.settle_local import abandon, begin_blank, describe, settle_local
-from uneven.train.elastic.settle_losses import exchange_losses, settled_losses, take_losses
 from uneven.train.elastic.settle_shards import leave_shards
 from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
@@ -44,6 +52,7 @@ from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer
+from uneven.train.wishes import Wish
 
 
 class Rank(Protocol):
@@ -208,7 +217,9 @@ class Settler:
         self._membership.settled(generation.number, [*self._lines, *lines])
 
     def _enter(self, generation: Generation, cost: Cost | None) -> None:
-        engine, info, run = self._engine, self._engine.rank_info, self._run
+        engine = self._engine
+        info = self._engine.rank_info
+        run = self._run
         old_members, before = self._members, self._before
         group = self._membership.form(generation, is_own_loop=engine.is_own_loop)
         info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
@@ -251,7 +262,9 @@ class Settler:
         run.resumed_logs = {one: log for one, log in resumed.items() if one in generation.members}
         if engine.config.is_local and (info.world_size == 1 or not is_local):
             # Alone, the rank has no rounds: what is known of the others by their rounds must not be forgotten.
-            run.earlier_logs, run.lost_logs, run.generations = [*run.earlier_logs, *run.lost_logs], [], []
+            run.earlier_logs = [*run.earlier_logs, *run.lost_logs]
+            run.lost_logs = []
+            run.generations = []
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
         if own.is_newcomer and not is_local:
@@ -307,7 +320,9 @@ class Settler:
         fresh = self._rank.new_synchronizer()  # what the old one knows of the replica is past
         assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
         self._before, fresh.guard = fresh, StepGuard(engine)
-        old_members, self._members, self._settled = self._members, generation.members, generation.number
+        old_members = self._members
+        self._members = generation.members
+        self._settled = generation.number
         samples = engine.axis.samples_before(max(furthest, found.slot)) - engine.axis.samples_before(found.slot)
         if self._lines:  # gone back before, and lost another one since
             samples = max(samples, self._again)
@@ -377,3 +392,29 @@ class Settler:
             "why": generation.why,
             "members": list(generation.members),
         }
+
+
+PARTING = "a rank leaves"
+
+
+def is_parting(synchronizer: Synchronizer, engine: Engine) -> bool:
+    """Whether a rank leaves after the last exchange; the same on all ranks. One that is alone stays."""
+    return Wish.LEAVE in synchronizer.wished and engine.rank_info.world_size > 1
+
+
+def has_handed_in(synchronizer: Synchronizer, engine: Engine) -> bool:
+    """Whether all that this rank has trained is in a sum that the others have, or are about to have."""
+    if not is_parting(synchronizer, engine):
+        return False  # another rank was lost: whether the last sum counts is not known before they have settled
+    if isinstance(synchronizer, LocalSGD):
+        tally = synchronizer.tally
+        return tally.entered is None and tally.parts == len(engine.log)
+    return True
+
+
+def why_nobody_goes(engine: Engine, has_membership: bool) -> dict[str, str | None]:
+    """For the launcher: why the loss of a rank ends this run, or why none can leave though its end would say so."""
+    if has_membership:
+        return {"ends_because": why_not(engine)}
+    fixed = "it has on_fault='end'" if engine.config.on_fault == "end" else "it has one rank, or trains by hand"
+    return {"stays_because": fixed}

@@ -68,7 +68,9 @@ class StepGuard:
         A step that is skipped or done again leaves buffers and loss meter as before it, one that is done again random
         numbers, too.
         """
-        engine, part, self._part = self._engine, self._part, None
+        engine = self._engine
+        part = self._part
+        self._part = None
         if part is None:
             assert not was_applied, "a rank is behind only where it was interrupted"
             return []
@@ -97,7 +99,9 @@ class StepGuard:
 
 def log_of(record: Mapping[str, Any], rank: int, axis: Axis) -> dict[str, Log]:
     """All parts of a rank in a generation, and those that were dropped."""
-    ledger, dropped, log = Ledger.from_json(record["ledger"]), set(record["dropped"]), []
+    ledger = Ledger.from_json(record["ledger"])
+    dropped = set(record["dropped"])
+    log = []
     ends = [position for position, _ in record["plan"][1:]] + [record["end"]]
     for (start, shares), end in zip(record["plan"], ends, strict=True):
         for position in range(start, end):

@@ -12,7 +12,7 @@ from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import Net
 from uneven.errors import InputError, LeftLoopError
-from uneven.train.same_replicas import check_replicas
+from uneven.train.agreement import check_replicas
 
 
 def said(code: str, **options: Any) -> list[str]:

@@ -1,15 +1,22 @@
-"""The epochs that all ranks of a local policy have passed, with their losses, and the events that follow from a round.
+"""What all ranks of a local policy agree upon beside params and buffers: epochs passed, losses, pending events.
 
 A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their mean,
 and `first` and `until` say over which slots it was taken. The calls that a round leads to are a list: an event that a
-lost rank interrupts is still in it, and is redone from its start (train/elastic/settle_local.py).
+lost rank interrupts is still in it, and is redone from its start. Where ranks are lost, the furthest one tells the
+others all of it as a LocalState (train/elastic/settle_local.py), and LocalSGD goes on from that in the next group.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from uneven.policy.ledger import Ledger
+from uneven.policy.lineage import Era, decode
+from uneven.policy.recorded import RecordedWindows
 from uneven.policy.round_report import RoundReport
+from uneven.policy.windows import Windows
 from uneven.train.engine import Engine
+from uneven.train.local_policy import LocalScale
 from uneven.train.synchronizer import Hooks
 
 
@@ -87,3 +94,65 @@ class EpochEnds:
             )
             self.pending.pop(0)
         return is_stopped
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """After the last round of the lineage. Everything in it is plain JSON."""
+
+    eras: list[Era]
+    members: tuple[str, ...]  # that `windows` is of, in rank order
+    windows: dict[str, Any] | None  # Windows.state_dict
+    passed: int  # the last event that all ranks have passed
+    lr_scale: tuple[float, bool]
+    epoch: int
+    epoch_samples: int
+    losses: list[float]
+    pending: list[EventCall]
+    is_stopping: bool
+    saves: list[int]  # slots that were asked for ...
+    evaluations: list[int]  # ... while the run was on
+    dropped: tuple[int, int]
+    skipped: list[tuple[int, int]]  # (epoch, samples) that a loop of the user's own left out ...
+    skipped_slots: int  # ... and the steps that they would have been
+    epoch_sizes: list[int] = field(default_factory=list)  # of a stream without length
+    # Of this settlement:
+    ledger: dict[str, Any] = field(default_factory=dict)
+    lost: list[dict[str, Any]] = field(default_factory=list)  # the logs of members that are gone, as far as they count
+    again: list[int] = field(default_factory=list)  # slots that they may have trained, and that are trained again
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "LocalState":
+        read = dict(entry)
+        read["eras"] = [Era(generation, rounds, tuple(members)) for generation, rounds, members in read["eras"]]
+        read["pending"] = [EventCall._make(call) for call in read["pending"]]
+        read["skipped"] = [(epoch, samples) for epoch, samples in read["skipped"]]
+        for name in ("members", "lr_scale", "dropped"):
+            read[name] = tuple(read[name])
+        return cls(**read)
+
+    @property
+    def new_ledger(self) -> Ledger:
+        return Ledger.from_json(self.ledger)
+
+    @property
+    def lost_logs(self) -> list[dict[str, Any]]:
+        """As RunRecord.lost_logs keeps them."""
+        return [{**log, "log": decode(log["log"]), "dropped": decode(log["dropped"])} for log in self.lost]
+
+    def start(
+        self, windows: Windows | RecordedWindows, scale: LocalScale, members: tuple[str, ...], position: int
+    ) -> None:
+        """Windows that were just made for these members go on from here, where so many slots are trained."""
+        assert isinstance(windows, Windows), "nobody is lost in a replay"
+        assert self.windows is not None, "of a run that is no replay"
+        windows.go_on(self.windows, self.places(members))
+        windows.resume_at(position, self.passed)
+        scale.value, scale.is_known = self.lr_scale
+
+    def places(self, members: tuple[str, ...]) -> list[int | None]:
+        """Where each of these members was among those that `windows` is of."""
+        return [self.members.index(member) if member in self.members else None for member in members]

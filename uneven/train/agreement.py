@@ -1,14 +1,18 @@
-"""Whether all ranks of an exact policy still have the same params and learning rates; code of the user's may differ.
+"""Whether ranks still agree: each one's status in every gradient sum or round, and the checks on what others reported.
+
+A rank that leaves its own loop early reports so in one last collective that carries no gradients. Every rank that
+reads it raises, so no rank waits for one that will not come (tests/api/test_loop.py).
 
 [Note: code per batch] In a slot a rank may have no samples: it gets no batch then, runs none of the user's code for it,
 and still takes part in the step. So what a script does per batch beside its loss (a scheduler of its own, a clamp of
 weights, a second optimizer step) happens less often on some ranks, and they drift apart. Devices round differently, but
 apply the same sum of gradients, so that drift does not grow: a difference far beyond rounding is none of theirs.
-Called by GradientSync wherever ranks are made equal: before an evaluation, a checkpoint and the end.
+GradientSync compares params and rates wherever ranks are made equal: before an evaluation, a checkpoint and the end.
 """
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +21,40 @@ from torch.optim import Optimizer
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.errors import InputError
+from uneven.errors import InputError, LeftLoopError, RankError
 from uneven.parallel.batchnorm import synced_buffers
 from uneven.step.schedule import RATE, read_setting
+
+
+class RankStatus(IntEnum):
+    """A small number, because it travels in the same tensor as the other statistics."""
+
+    TRAINING = 0  # the rank goes on
+    STOP_REQUESTED = 1  # Ctrl-C or a stop request reached this rank; all ranks stop after the same slot
+    LEFT_EPOCH = 2  # the user's loop was left in the middle of an epoch
+    FINISHED = 3  # the user's loop called finish()
+    NOT_FINITE = 4  # the rank has had max_bad_steps bad steps in a row (local policies)
+    SKIPS_REST = 5  # the user's loop leaves out the rest of the epoch: all ranks do
+
+
+def check_status(statuses: Sequence[RankStatus], slot: int) -> None:
+    """LeftLoopError naming the first rank that left before this slot."""
+    for rank, status in enumerate(statuses):
+        if status == RankStatus.LEFT_EPOCH:
+            raise LeftLoopError(
+                f"rank {rank} left its epoch at slot {slot}: every rank must train every batch that "
+                "ddp.batches(epoch) yields, by one ddp.step(loss) each"
+            )
+        if status == RankStatus.FINISHED:
+            raise LeftLoopError(f"rank {rank} called ddp.finish() before slot {slot} while other ranks still train")
+
+
+def check_agreement(fingerprints: Sequence[int], when: str) -> None:
+    """RankError naming a rank whose replicated state (policy, params) is not the same as rank 0's."""
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise RankError(f"rank {rank} differs from rank 0 {when}: {list(fingerprints)}")
+
 
 TOLERANCE = 1e-4  # of a param's size; fp32 rounds by 6e-8 a step, in either direction
 ROUNDINGS = 8  # that a type with fewer digits may be apart, in its own precision
