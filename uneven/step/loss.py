@@ -2,7 +2,7 @@
 
 A train step returns the batch's mean loss, or (loss_sum, count); anything else is refused in one line. Ranks of an
 exact policy tell each other with every step what their meters hold (finite.py, OwnCheck), so that the losses of a lost
-rank count in its epoch (train/elastic/settle_losses.py).
+rank count in its epoch (train/elastic/settle.py).
 """
 
 import warnings
