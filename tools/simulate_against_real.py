@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from uneven.bench.efficiency.measure import EfficiencyOrder, PairsBar, measure_efficiency
+from uneven.bench.efficiency import EfficiencyOrder, PairsBar, measure_efficiency
 from uneven.simulate.cluster import Cluster, Job, Policy, RankKind
 from uneven.simulate.links import Link
 from uneven.simulate.simulation import simulate

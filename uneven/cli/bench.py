@@ -182,7 +182,7 @@ def efficiency(
 
       uneven bench efficiency --model resnet-20 --policy async --devices cuda:0%60,cuda:0%24 --compile graph
     """
-    from uneven.bench.efficiency.measure import EfficiencyOrder, PairsBar, measure_efficiency, sentences
+    from uneven.bench.efficiency import EfficiencyOrder, PairsBar, measure_efficiency, sentences
 
     order = EfficiencyOrder(
         model=model,

@@ -12,7 +12,7 @@ from uneven.cli.tables import print_whole
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.bench.scaling.measure import Scaling
+    from uneven.bench.scaling import Scaling
 
 
 def scaling(
@@ -49,7 +49,7 @@ def scaling(
 
       uneven bench scaling --runs 1=runs/one,2=runs/two,3=runs/three
     """
-    from uneven.bench.scaling.measure import ScalingOrder, measure_scaling, scaling_of_nodes
+    from uneven.bench.scaling import ScalingOrder, measure_scaling, scaling_of_nodes
 
     if runs is None and tokens > 1:
         raise InputError(f"--tokens {tokens} belongs to --runs: runs that this command makes know their tokens")
@@ -81,7 +81,7 @@ def _show(found: "Scaling", title: str, out: Path | None, as_json: bool) -> None
     else:
         _print(found)
     if out is not None:
-        from uneven.bench.scaling.page import write_scaling_page
+        from uneven.bench.scaling import write_scaling_page
 
         write_scaling_page(found, title, out)
 

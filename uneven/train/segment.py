@@ -4,7 +4,7 @@ The one module of train/ that bench/ imports. A segment is a stretch of training
 alike; the same processes can train a segment of one kind, then one of another, and go on with the first. That is how
 `uneven bench efficiency` compares two kinds without the drift of the machine between two runs.
 Invariant: segments of one kind continue each other (no sample is trained twice), and segments of another kind in
-between leave its model alone. Held by tests/bench/efficiency/test_segments.py.
+between leave its model alone. Held by tests/bench/test_efficiency.py.
 """
 
 import copy

@@ -13,8 +13,7 @@ import torch
 from tests.ranks import ThreadGroup, on_threads
 from uneven.bench.models.gpt import SIZES, Gpt
 from uneven.bench.strategies import measure as module
-from uneven.bench.strategies import rank_processes
-from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow, measure_strategies
+from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow, measure_strategies, run_ranks
 from uneven.bench.strategies.memory import (
     Held,
     LiveBytes,
@@ -24,9 +23,7 @@ from uneven.bench.strategies.memory import (
     predict_muon,
     replicated_bytes,
 )
-from uneven.bench.strategies.pairs import alternate
-from uneven.bench.strategies.rank import sent_bytes
-from uneven.bench.strategies.rank_processes import run_ranks
+from uneven.bench.strategies.rank import alternate, sent_bytes
 from uneven.bench.strategies.task import Batches, StrategyTask, make_model, make_trained, step
 from uneven.config import STRATEGIES
 from uneven.errors import InputError, RankError
@@ -188,7 +185,7 @@ def test_the_first_rank_that_failed_is_the_cause(tmp_path: Path, codes: tuple[An
     if codes[1] == 1:
         (tmp_path / "rank-1.json").write_text(json.dumps({"failed_at": 1.0, "cause": "ValueError: the cause"}))
     with pytest.raises(RankError, match=message):
-        rank_processes._results(codes, tmp_path)
+        module._results(codes, tmp_path)
 
 
 def measurement(**changes: Any) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """`uneven bench strategies`: memory, bytes sent and step time of every strategy, ours and PyTorch's.
 
-Called by cli/strategies.py. Every strategy trains in fresh processes. The first row trains the model in one process;
+Called by cli/strategies.py. Every strategy trains in fresh processes (rank.py); launch/launcher.py is not used: its
+ranks make a Worker with a model, an optimizer and a feed of its own, and here every byte of a rank is compared with the
+strategy's formula. The first row trains the model in one process;
 the others are compared with its result. A disturbed time is marked, see [Note: disturbed figures] in undisturbed.py;
 bytes do not depend on other programs.
 """
 
 import itertools
+import json
 import math
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,10 +20,11 @@ from typing import Any
 
 from uneven.bench.interval import interval
 from uneven.bench.models import gpt
+from uneven.bench.single.process import Child, Ended
 from uneven.bench.strategies.memory import SHARDED_BY_LAYER, SHARDED_CATEGORIES, Held
-from uneven.bench.strategies.rank_processes import run_ranks
 from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, StrategyTask, reference_of
 from uneven.bench.undisturbed import mark, measure_undisturbed, to_marks
+from uneven.comm.store import open_store
 from uneven.errors import InputError, RankError
 from uneven.hardware.cores import CorePlan, assign_cores, available_cores
 from uneven.hardware.device import parse_device, parse_devices
@@ -31,6 +37,8 @@ MUONS = {MUON, MUON_ALONE}  # in bf16 a step takes seconds on an old CPU: few st
 # Muon orthogonalises in bf16: one process that only splits its batch into four parts drifts by 1.1e-2.
 MOST_DRIFT = {DENSE: 1e-4, MUON_ALONE: 5e-2}
 PAIRS = (("ddp-bucketed", "torch-ddp"), ("zero1", "torch-zero1"), ("fsdp", "torch-fsdp"))
+POLL_S = 0.05
+GRACE_S = 5.0  # for the other ranks to notice that one has failed
 AS_FAST = 0.97  # the lower end of the interval of "at least as fast"
 
 
@@ -217,3 +225,54 @@ def _check(order: StrategiesOrder) -> None:
     if device.speed != 1.0 or device.percent is not None:
         raise InputError(f"--device {order.device!r} must be cpu or a whole GPU, as in cuda:0")
     check_device(device)
+
+
+def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:
+    """Every rank's results, in rank order; RankError with the cause if one failed. This process hosts the store."""
+    folder.mkdir(parents=True)
+    (folder / "task.json").write_text(json.dumps(asdict(task)))
+    store, port = open_store()
+    ranks: list[Child] = []
+    try:
+        for rank in range(task.ranks):
+            words = ["uneven.bench.strategies.rank", str(folder), str(rank), str(port)]
+            with open(folder / f"rank-{rank}.log", "wb") as log:
+                ranks.append(Child(words, {"OMP_NUM_THREADS": str(task.threads[rank])}, stdout=log, stderr=log))
+        codes = _wait([rank.process for rank in ranks])
+    finally:
+        for started in ranks:
+            started.end()
+        del store
+    return _results(codes, folder)
+
+
+def _wait(running: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
+    """Exit codes, once all processes have ended or GRACE_S after the first failure; None for one that still runs."""
+    deadline = math.inf
+    while True:
+        codes = [process.poll() for process in running]
+        now = time.monotonic()
+        if None not in codes or now > deadline:
+            return codes
+        if any(codes):
+            deadline = min(deadline, now + GRACE_S)
+        time.sleep(POLL_S)
+
+
+def _results(codes: Sequence[int | None], folder: Path) -> list[dict[str, Any]]:
+    """RankError with the cause: the last line of a rank that was killed, or the error of the rank that failed first."""
+    files = [folder / f"rank-{rank}.json" for rank in range(len(codes))]
+    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    for rank, (code, result) in enumerate(zip(codes, results, strict=True)):
+        if code is not None and result is None:
+            log = (folder / f"rank-{rank}.log").read_text(errors="replace")
+            raise RankError(f"rank {rank}: {Ended(code, '', log).message}")
+    failed = [
+        (result["failed_at"], rank, result["cause"])
+        for rank, result in enumerate(results)
+        if result is not None and "cause" in result
+    ]
+    if failed:
+        _, rank, cause = min(failed)
+        raise RankError(f"rank {rank}: {cause}")
+    return [result for result in results if result is not None]

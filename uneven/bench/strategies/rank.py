@@ -1,7 +1,7 @@
 """A rank process of `uneven bench strategies`: `python -m uneven.bench.strategies.rank FOLDER RANK PORT`.
 
-Started by rank_processes.py for one row of the table. It reads FOLDER/task.json and writes FOLDER/rank-R.json: its
-measurements, or `cause` and `failed_at` if it failed.
+Started by measure.py for one row of the table, or for two with `--paired`. It reads FOLDER/task.json and writes
+FOLDER/rank-R.json: its measurements, or `cause` and `failed_at` if it failed.
 """
 
 import gc
@@ -34,8 +34,6 @@ from uneven.bench.strategies.memory import (
     predict_muon,
     replicated_bytes,
 )
-from uneven.bench.strategies.overlap import measure_overlap
-from uneven.bench.strategies.pairs import alternate
 from uneven.bench.strategies.task import (
     ALONE,
     DENSE,
@@ -49,14 +47,18 @@ from uneven.bench.strategies.task import (
     reference_of,
     step,
 )
-from uneven.comm.gather import gather_checksums
+from uneven.comm.gather import gather_checksums, gather_rows
 from uneven.comm.group import Group, SoloGroup
+from uneven.comm.observed import BackwardTail, observe_collectives
 from uneven.comm.store import reach_store
 from uneven.comm.torch_group import TorchGroup
 from uneven.hardware.cores import pin
 from uneven.launch.lifeline import end_with_parent
 
 WARM_UP = 2  # steps whose time does not count
+OVERLAP_STEPS = 2
+WAITS_IN_BACKWARD = ("torch-ddp", "torch-zero1")  # DistributedDataParallel waits in C++, after the last gradient
+UNSEEN = ("torch-tensor",)  # its collectives start in C++
 TCPI_BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info, since Linux 4.19
 
 
@@ -140,6 +142,24 @@ def _peak_of_a_step(trained: Trained, batches: Batches, number: int, device: tor
     return int(live.peak)  # `__enter__` of TorchDispatchMode has no type
 
 
+def measure_overlap(
+    row: str, trained: Trained, batches: Batches, first: int, device: torch.device, losses: list[Tensor]
+) -> dict[str, float] | None:
+    """Seconds of communication in a step: hidden behind compute, or exposed because the rank waits for it.
+
+    None where collectives cannot be seen. Trains OVERLAP_STEPS steps from batch `first` on, after the timed ones, which
+    are not observed.
+    """
+    with observe_collectives() as observed:
+        for number in range(first, first + OVERLAP_STEPS):
+            tail = BackwardTail(observed) if row in WAITS_IN_BACKWARD else None
+            losses.append(step(trained, batches, number, tail))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    names = ("in_flight_s", "hidden_s", "exposed_s")
+    return None if row in UNSEEN else {name: getattr(observed, name) / OVERLAP_STEPS for name in names}
+
+
 def _predicted(task: StrategyTask, rank: int) -> Held:
     model = _meta_model(task)
     takes_shares = not task.row.startswith("torch-")
@@ -185,6 +205,46 @@ def _difference(state: dict[str, Tensor], alone: dict[str, Tensor], task: Strate
         "drift": math.sqrt(sum(error**2 for error in errors.values())) / distance,
         "worst": [worst, relative[worst]],
     }
+
+
+class Side:
+    """One of the two strategies, with its model and batches."""
+
+    def __init__(self, row: str, task: StrategyTask, group: Group, device: torch.device) -> None:
+        self._trained: Trained = make_trained(row, make_model(row, task.model).to(device), group, None)
+        self._batches = Batches(row, task.model, group, device)
+        self._group = group
+        self._device = device
+        self._number = 0
+
+    def time_segment(self, steps: int) -> float:
+        """Train `steps` steps; returns the seconds they took on the slowest rank."""
+        self._group.all_reduce(torch.zeros(1)).wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step(self._trained, self._batches, self._number)
+            self._number += 1
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        own_s = time.perf_counter() - began
+        return max(seconds for (seconds,) in gather_rows(self._group, [own_s]))
+
+
+def alternate(task: StrategyTask, group: Group, device: torch.device) -> dict[str, Any]:
+    """Two strategies in alternating segments, each with a model of its own: seconds per step of every segment.
+
+    Both segments of a pair meet the same state of the machine, so drift cancels in their ratio. Pairs start with either
+    side in turn, so that neither is always first.
+    """
+    assert task.against is not None
+    ours, theirs = Side(task.row, task, group, device), Side(task.against, task, group, device)
+    for side in (ours, theirs, ours, theirs):
+        side.time_segment(task.steps)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for pair in range(task.pairs):
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            seconds[which].append((ours, theirs)[which].time_segment(task.steps) / task.steps)
+    return {"ours": seconds[0], "theirs": seconds[1]}
 
 
 def _reset_peak_rss() -> None:

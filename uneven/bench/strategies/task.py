@@ -1,6 +1,6 @@
 """The task that every row of `uneven bench strategies` trains: a model made from a seed, batches from their numbers.
 
-Used by rank.py and pairs.py. Invariant: losses and params of two rows differ by rounding only.
+Used by rank.py. Invariant: losses and params of two rows differ by rounding only.
 """
 
 from collections.abc import Callable, Sequence

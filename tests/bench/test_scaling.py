@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from tests.bench.folders import make_run
-from uneven.bench.scaling import measure as module
-from uneven.bench.scaling.measure import ScalingOrder, fit_alpha, measure_scaling, predict
-from uneven.bench.scaling.page import write_scaling_page
+from uneven.bench import scaling as module
+from uneven.bench.scaling import ScalingOrder, fit_alpha, measure_scaling, predict, write_scaling_page
 from uneven.bench.single.process import Ended
 from uneven.errors import InputError, MachineError, RankError
 

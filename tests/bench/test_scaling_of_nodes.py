@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.bench.folders import make_timeline
-from uneven.bench.scaling.measure import fitted, predict, scaling_of_nodes
-from uneven.bench.scaling.nodes import Measured, overhead_of, parse_runs, read_measured
-from uneven.bench.scaling.page import write_scaling_page
+from uneven.bench.scaling import (
+    Measured,
+    fitted,
+    overhead_of,
+    parse_runs,
+    predict,
+    read_measured,
+    scaling_of_nodes,
+    write_scaling_page,
+)
 from uneven.errors import InputError
 from uneven.timeline.clock import Machine
 from uneven.timeline.record import STATES, Account

@@ -1,34 +1,40 @@
 """`uneven bench efficiency`: joint samples/s over the sum of the devices' solo samples/s, as a paired ratio.
 
-The project's main figure. Called by cli/bench.py; the ranks measure in segments.py. The result has the figure and its
-interval, the measured gap, the most that equal-batch DDP could reach, the most that the split in use could reach
-without communication (its bound), and how the rest of a step is spent.
+The project's main figure. Called by cli/bench.py. A machine's speed drifts, so a joint and a solo run minutes apart
+cannot be compared. Here the same processes train jointly for a moment, then each by itself (all at the same time), and
+so on. Every pair of such segments gives one ratio. Two kinds of joint training are compared in the same way. The result
+has the figure and its interval, the measured gap, the most that equal-batch DDP could reach, the most that the split in
+use could reach without communication (its bound), and how the rest of a step is spent. Invariant: all ranks know the
+same numbers, so all stop after the same pair.
 """
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
 
 from uneven.bench import models
-from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
-from uneven.bench.models.sets import load_set
+from uneven.bench.interval import interval
+from uneven.bench.single.run import Order, make_task
 from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
-from uneven.config import RunConfig, Task, resolve
+from uneven.config import RunConfig, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
+from uneven.hardware.interference import measure_interference
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
+from uneven.train.segment import Segment, SegmentTrainer, Worker, train_in_segments
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
 FOREVER = 10**6  # epochs: the measurement ends when the interval is narrow enough
@@ -37,7 +43,7 @@ MAX_DISTURBED = 0.1  # of the pairs: both segments of a pair are disturbed alike
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyOrder:
-    """The settings of a measurement."""
+    """Segments last at least `seconds`; pairs are added until the interval is at most `half_width` wide each way."""
 
     model: str
     policy: str = "balanced"
@@ -53,6 +59,36 @@ class EfficiencyOrder:
     half_width: float = 0.03
     against_ddp: bool = False  # the ratio is then ours / PyTorch's DDP, side by side in the same processes
 
+    @property
+    def joint(self) -> Literal["policy", "torch-ddp"]:
+        return "torch-ddp" if self.policy == "torch-ddp" else "policy"
+
+    @property
+    def reference(self) -> Literal["solo", "torch-ddp"]:
+        return "torch-ddp" if self.against_ddp else "solo"
+
+
+@dataclass
+class Pairs:
+    """The measurements: lists have one entry per pair, speeds are in samples/s."""
+
+    ratios: list[float] = field(default_factory=list)
+    joint: list[float] = field(default_factory=list)
+    solo: list[list[float]] = field(default_factory=list)  # per pair: every rank's
+    bounds: list[float] = field(default_factory=list)  # what the split could reach without any communication
+    shares: list[list[int]] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    busy_ms: list[list[float]] = field(default_factory=list)  # per pair: every rank's mean own work per step
+    delays: list[float] = field(default_factory=list)  # of every merge on every rank, in steps of the slowest rank
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)  # on rank 0: ms of wait, transfer, latency
+    payload_bytes: int = 0  # a rank's collectives, per step
+    repeated: int = 0  # disturbed pairs that were measured again
+    disturbed: list[dict[str, Any]] = field(default_factory=list)  # interference of pairs disturbed twice
+
+    def interval(self) -> tuple[float, float]:
+        """Mean ratio and the half-width of its 95 % interval."""
+        return interval(self.ratios)
+
 
 def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, Any]:
     """Start the ranks, which measure the pairs, and summarise them."""
@@ -67,13 +103,10 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     devices = parse_devices(order.devices)
     if len(devices) < 2:
         raise InputError(f"devices {order.devices!r}: efficiency needs at least two, as in cpu,cpu@0.4")
-    recipe = models.get(order.model)
-    data = load_set(order.data or recipe.data)
-    make_model = recipe.make_model if data.vocabulary is None else partial(recipe.make_model, data.vocabulary)
-    task = Task(make_model, recipe.make_optimizer, recipe.train_step, data.train, None, None)
+    task = replace(make_task(Order(model=order.model, data=order.data)), make_scheduler=None, evaluation=None)
     config = resolve(
         {
-            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "batch_size": models.get(order.model).batch_size if order.batch_size is None else order.batch_size,
             "epochs": FOREVER,
             "policy": "sync" if order.policy == "torch-ddp" else order.policy,
             "precision": order.precision,
@@ -82,22 +115,78 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
         }
     )
     config, _ = resolve_auto(config, devices)
-    if config.slot_size(len(devices)) > len(data.train):
+    if config.slot_size(len(devices)) > len(task.dataset):
         raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the data set has")
-    plan = SegmentPlan(
-        joint="torch-ddp" if order.policy == "torch-ddp" else "policy",
-        reference="torch-ddp" if order.against_ddp else "solo",
-        seconds=order.seconds,
-        least_pairs=order.least_pairs,
-        most_pairs=order.most_pairs,
-        half_width=order.half_width,
-    )
-    pairs = run_ranks((task, config, partial(alternate, plan)), devices, Requests(), reporter, _read)
+    pairs = run_ranks((task, config, partial(alternate, order)), devices, Requests(), reporter, _read)
     return summarise(order, config, pairs)
 
 
 def _read(folder: Path) -> Pairs:
     return Pairs(**json.loads((folder / "result-0" / "pairs.json").read_text()))
+
+
+def alternate(order: EfficiencyOrder, worker: Worker, folder: Path) -> None:
+    """The program of every rank; rank 0 writes pairs.json into its folder."""
+    with train_in_segments(worker, order.joint, order.reference) as trainer:
+        pairs = _measure(order, trainer)
+    if trainer.rank == 0:
+        (folder / "pairs.json").write_text(json.dumps(asdict(pairs)))
+
+
+def _measure(order: EfficiencyOrder, trainer: SegmentTrainer) -> Pairs:
+    trainer.joint.run(0.0)
+    trainer.reference.run(0.0)
+    trainer.joint.run(0.0)  # again, because a segment's length is fixed by the one before it
+    pairs = Pairs()
+    while not _is_enough(pairs, order):
+        segment, solo = _run_pair(trainer, pairs, order.seconds)
+        _add_pair(trainer, pairs, segment, solo)
+        if trainer.rank == 0:
+            trainer.report({"pairs": len(pairs.ratios), "interval": pairs.interval()})
+    by_rank = trainer.all_gather_bytes(json.dumps(pairs.delays).encode())
+    pairs.delays = [delay for delays in by_rank for delay in json.loads(delays)]
+    return pairs
+
+
+def _is_enough(pairs: Pairs, order: EfficiencyOrder) -> bool:
+    done = len(pairs.ratios)
+    return done >= order.most_pairs or (done >= order.least_pairs and pairs.interval()[1] <= order.half_width)
+
+
+def _run_pair(trainer: SegmentTrainer, pairs: Pairs, seconds: float) -> tuple[Segment, list[float]]:
+    """One joint segment and one of the reference; measured once more if other programs disturbed them."""
+    for attempt in (1, 2):
+        with measure_interference(os.getppid()) as span:  # the launcher: its ranks are not foreign
+            trainer.barrier()
+            segment = trainer.joint.run(seconds)
+            trainer.barrier()
+            solo = trainer.all_gather(trainer.reference.run(seconds).speed)
+        # Rank 0 decides for all ranks, which must repeat the same pairs.
+        is_disturbed = trainer.all_gather(float(span.interference.is_disturbed))[0] > 0
+        if not is_disturbed:
+            break
+        if attempt == 1:
+            pairs.repeated += 1
+        else:
+            pairs.disturbed.append(span.interference.to_json())
+    return segment, solo
+
+
+def _add_pair(trainer: SegmentTrainer, pairs: Pairs, segment: Segment, solo: list[float]) -> None:
+    pairs.payload_bytes = segment.payload_bytes // max(1, segment.steps)
+    together = sum(trainer.all_gather(segment.speed))
+    pairs.joint.append(together)
+    pairs.solo.append(solo)
+    pairs.ratios.append(together / sum(solo))
+    pairs.step_ms.append(1e3 * trainer.slot_size / together)
+    pairs.shares.append(segment.shares)
+    pairs.delays += segment.delays
+    pairs.rounds += segment.rounds
+    if segment.busy:
+        best_s = sum(max(step) for step in segment.busy) / 1e3
+        pairs.bounds.append(len(segment.busy) * trainer.slot_size / best_s / sum(solo))
+        ranks = range(trainer.world_size)
+        pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in ranks])
 
 
 def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[str, Any]:

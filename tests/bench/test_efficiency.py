@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven import InputError
-from uneven.bench.efficiency.measure import EfficiencyOrder, measure_efficiency, sentences, summarise
-from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
+from uneven.bench.efficiency import EfficiencyOrder, Pairs, alternate, measure_efficiency, sentences, summarise
 from uneven.config import RunConfig, Task
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
@@ -34,7 +33,7 @@ def measure(policy: str, tmp_path: Path, size: int = 2) -> tuple[Pairs, list[Wor
     data = TensorData(torch.randn(90, 4, generator=generator), torch.randn(90, 1, generator=generator))
     task = Task(lambda: nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.01), step, data)
     config = RunConfig(batch_size=8, epochs=10**6, policy=policy)
-    plan = SegmentPlan(seconds=0.002, least_pairs=2, most_pairs=4, half_width=0.0)
+    plan = EfficiencyOrder(model="lenet", seconds=0.002, least_pairs=2, most_pairs=4, half_width=0.0)
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> Worker:
