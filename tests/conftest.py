@@ -53,7 +53,7 @@ LONGEST = (
     "bench/single/test_modes.py",
     "bench/strategies/test_strategies.py",
     "parallel/test_tensor_parallel.py",
-    "bench/efficiency/test_segments.py",
+    "bench/test_efficiency.py",
     "train/test_gradient_sync.py",
     "graph/test_graph.py",
     "timeline/test_page.py",

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.modes import PAIR, resolve_mode
+from uneven.bench.single.modes import PAIR, resolve_mode, run_folder
 from uneven.bench.undisturbed import is_disturbed, mark
 from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware import yardstick
@@ -19,7 +19,9 @@ from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 from uneven.hardware.preflight import check_device
 
-MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
+MODEL = "lenet"
+DATA = "mnist-mini"
+METRIC = "accuracy"
 REFERENCE = "torch-ddp"
 # Every machine has these. What the demo is about comes first: where the time ends early, the last ones are missing.
 OURS = ("cpu-async", "cpu-balanced", "cpu-cadence", "cpu-sync")
@@ -223,7 +225,8 @@ def train_modes(
     any other error ends the demo.
     """
     train = train or _train
-    end_s, shortest_s, longest_s = clock() + order.budget_s, 0.0, 0.0
+    end_s = clock() + order.budget_s
+    shortest_s = longest_s = 0.0
     for number, mode in enumerate(results.modes, 1):
         place, modes_left = f"{number}/{len(results.modes)} {mode}", len(results.modes) - number
         began_s = clock()
@@ -255,7 +258,7 @@ def train_modes(
 
 
 def folder_of(order: DemoOrder, mode: str) -> Path:
-    return order.out / MODEL / mode / f"seed-{order.seed}"
+    return run_folder(order.out, MODEL, mode, order.seed)
 
 
 def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
@@ -281,16 +284,16 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
         )
 
 
-def _chosen(asked: Sequence[str] | None, num_devices: int, devices: str) -> tuple[str, ...]:
+def _chosen(wanted: Sequence[str] | None, num_devices: int, devices: str) -> tuple[str, ...]:
     """The modes in the order asked for, each once; by default solo runs and PyTorch's DDP first, then ours."""
     allowed = (*(f"solo-{place}" for place in range(num_devices)), REFERENCE, *OURS)
-    if asked is None:
+    if wanted is None:
         return allowed
-    for mode in asked:
+    for mode in wanted:
         if mode not in allowed:
             raise InputError(f"--modes: {mode!r} is none of {', '.join(allowed)} (on {devices}); {NEXT}")
         resolve_mode(mode, devices)
-    return tuple(dict.fromkeys(asked))
+    return tuple(dict.fromkeys(wanted))
 
 
 def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> ModeRow:
@@ -299,15 +302,15 @@ def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> M
     if mode.startswith("solo-"):
         shares = tuple(float(mode == f"solo-{place}") for place in range(num_devices))
     return ModeRow(
-        mode,
-        summary["quality"][METRIC],
-        summary["train_seconds"],
-        speed,
-        speed / max(alone) if alone else None,
-        speed / sum(alone) if alone else None,
-        shares,
-        is_disturbed(summary),
-        summary.get("interference"),
+        mode=mode,
+        accuracy=summary["quality"][METRIC],
+        seconds=summary["train_seconds"],
+        samples_per_s=speed,
+        speedup=speed / max(alone) if alone else None,
+        efficiency=speed / sum(alone) if alone else None,
+        shares=shares,
+        is_disturbed=is_disturbed(summary),
+        interference=summary.get("interference"),
     )
 
 

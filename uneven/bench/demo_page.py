@@ -3,15 +3,14 @@
 Called by cli/demo.py after the modes have run; needs bokeh (the extra `pages`). No verdict is made of disturbed runs.
 """
 
-import json
 from collections.abc import Mapping
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
 from uneven.bench.demo import METRIC, OURS, REFERENCE, DemoOrder, ModeRow, Results, folder_of
+from uneven.bench.single.folders import read_timeline, write_file
 from uneven.bench.undisturbed import FOOTNOTE, mark
-from uneven.files import folder_error, write_atomically
 from uneven.timeline.document import fit_table
 from uneven.timeline.record import Account
 from uneven.timeline.timeline import Timeline
@@ -25,19 +24,15 @@ def write_demo_page(order: DemoOrder, results: Results) -> Path | None:
     timelines = read_timelines(order, results)
     if not timelines or find_spec("bokeh") is None:
         return None
-    path = order.out / NAME
-    try:
-        write_atomically(path, render_demo(order, results, timelines).encode())
-    except OSError as error:
-        raise folder_error(path.parent, error) from error
-    return path
+    write_file(order.out / NAME, render_demo(order, results, timelines))
+    return order.out / NAME
 
 
 def read_timelines(order: DemoOrder, results: Results) -> dict[str, Timeline]:
     """Of PyTorch's DDP and of ours, as far as they are there."""
     modes = [mode for mode in (REFERENCE, shown_mode(results)) if mode in results.summaries]
-    found = {mode: _read(folder_of(order, mode)) for mode in modes}
-    return {mode: timeline for mode, timeline in found.items() if timeline is not None}
+    found = {mode: read_timeline(folder_of(order, mode)) for mode in modes}
+    return {mode: one for mode, one in found.items() if one is not None and any(lane.spans for lane in one.lanes)}
 
 
 def shown_mode(results: Results) -> str | None:
@@ -121,11 +116,3 @@ def _table(order: DemoOrder, results: Results) -> str:
     notes += [] if results.shortened is None else [f"Shortened: {results.shortened}."]
     notes.append("Speed-up: over the fast device alone. Efficiency: of the devices' speeds alone, added up.")
     return fit_table(heads, rows, "modes") + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-
-
-def _read(folder: Path) -> Timeline | None:
-    try:
-        timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return timeline if any(lane.spans for lane in timeline.lanes) else None

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from uneven.bench.single.folders import read_timeline
 from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import ENTRY_KEYS, POLICIES
@@ -104,23 +105,23 @@ def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
 
 def read_row(policy: str, out: Path) -> PolicyRow | str:
     """The row of a finished run, read from its folder; a message if the folder is not complete."""
-    state, log, record = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
-    if not isinstance(state, dict) or not isinstance(record, dict):
+    state, log = read_json(out / "state.json"), read_json(out / "log.json")
+    timeline = read_timeline(out)
+    if not isinstance(state, dict) or timeline is None:
         return f"the script left no state in {out}: it must train by fit, Ddp.builder or Ddp.setup, and to the end"
     if not state.get("history"):
         return "no epoch was finished"
-    timeline = Timeline.from_json(record)
     last = state["history"][-1]
     seconds = timeline.training_s
     metrics = {k: float(v) for k, v in last.items() if k not in ENTRY_KEYS and isinstance(v, int | float)}
     counts = [sum(part[2] for part in parts) for parts in log["ranks"]] if isinstance(log, dict) else []
     return PolicyRow(
-        policy,
-        float(last["train_loss"]),
-        seconds,
-        state["samples"] / seconds,
-        busy_efficiency(timeline, counts),
-        metrics,
+        policy=policy,
+        loss=float(last["train_loss"]),
+        train_s=seconds,
+        samples_per_s=state["samples"] / seconds,
+        efficiency=busy_efficiency(timeline, counts),
+        metrics=metrics,
     )
 
 

@@ -163,7 +163,9 @@ def _check(order: ScalingOrder) -> None:
 
 def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float | None, list[Point]]:
     """The law's alpha, which needs two undisturbed points, and all points."""
-    means, disturbed, counted = {}, set(), {}
+    means: dict[int, tuple[float, float]] = {}
+    counted: dict[int, Sequence[Measured]] = {}
+    disturbed: set[int] = set()
     for ranks, measured in runs.items():
         clean = [one for one in measured if not one.is_disturbed]
         if not clean:
@@ -212,8 +214,8 @@ def parse_runs(text: str) -> dict[int, list[Path]]:
     """The folders of each number of nodes, from '1=one,2=two,2=two-again'."""
     found: dict[int, list[Path]] = {}
     for word in text.split(","):
-        nodes, is_given, folder = word.strip().partition("=")
-        if not is_given or not nodes.isdecimal() or not int(nodes) or not folder:
+        nodes, has_folder, folder = word.strip().partition("=")
+        if not has_folder or not nodes.isdecimal() or not int(nodes) or not folder:
             raise InputError(
                 f"--runs {text!r}: {word.strip()!r} must be a number of nodes and a folder, as in 2=runs/two"
             )
@@ -250,7 +252,7 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     """One run in a fresh process, on the cores of so many ranks."""
     mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
     names = ["cpu"] * ranks if order.device == "cpu" else [f"cuda:{place}" for place in range(ranks)]
-    given = {
+    settings = {
         "model": order.model,
         "mode": mode,
         "devices": ",".join(names),
@@ -263,7 +265,7 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     }
     cores = sorted(available_cores())
     own = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
-    ended = run_uneven(["bench", "run", *flags(given), "--json"], own)
+    ended = run_uneven(["bench", "run", *flags(settings), "--json"], own)
     if ended.code:
         raise RankError(f"{ranks} ranks, compile {compile}: {ended.message}")
     record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")

@@ -93,7 +93,7 @@ def test_a_simulated_slow_device_alone_runs_for_its_speed_only() -> None:
     sliced, _ = plan_sweep(
         SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7, devices="cuda:0%60,cuda:0%24")
     )
-    assert [(cell.seed, cell.asked["epochs"], cell.is_for_speed) for cell in sliced] == [(0, 5, True)]
+    assert [(cell.seed, cell.settings["epochs"], cell.is_for_speed) for cell in sliced] == [(0, 5, True)]
     real, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7, devices="cpu,cpu"))
     assert len(real) == 5
     assert "--epochs 7" in " ".join(real[0].arguments)
@@ -103,9 +103,9 @@ def test_steps_are_captured_where_they_can_be() -> None:
     wanted = ("solo-0", "sync", "cpu-balanced", "torch-ddp")
     given: dict[str, Any] = {"models": ("lenet",), "modes": wanted, "seeds": 1, "devices": "cuda:0,cuda:1"}
     graph, _ = plan_sweep(SweepOrder(compile="graph", **given))
-    assert [cell.asked["compile"] for cell in graph] == ["graph", "off", "graph", "off"]
+    assert [cell.settings["compile"] for cell in graph] == ["graph", "off", "graph", "off"]
     default, _ = plan_sweep(SweepOrder(compile="default", **given))
-    assert [cell.asked["compile"] for cell in default] == ["default", "default", "default", "off"]
+    assert [cell.settings["compile"] for cell in default] == ["default", "default", "default", "off"]
 
 
 def test_a_global_batch_is_for_the_exact_modes_and_ddp() -> None:

@@ -21,7 +21,7 @@ from uneven.bench.report.model_runs import (
     by_model,
     loss_gap,
     mean_quality,
-    passed,
+    passed_by,
     reached,
     unknown_models,
 )
@@ -220,8 +220,10 @@ def _pair_speeds(runs: Sequence[RunRecord]) -> tuple[list[float], float] | None:
 
 
 def _row(model: ModelRuns, mode: str) -> ModeReport:
-    recipe, runs, alone, solo = model.recipe, model.by_mode[mode], model.alone, model.solo
-    first, timed, longer = runs[0].summary, for_speed(runs), model.longer(mode)
+    recipe, runs = model.recipe, model.by_mode[mode]
+    alone, solo = model.alone, model.solo
+    first, timed = runs[0].summary, for_speed(runs)
+    longer = model.longer(mode)
     has_quality, has_speed = not runs[0].is_for_speed, not runs[0].takes_turns
     is_timed = has_quality and has_speed
     mean, half = interval([run.quality for run in runs])
@@ -264,7 +266,7 @@ def _row(model: ModelRuns, mode: str) -> ModeReport:
         equal_time_is_end=is_end,
         equal_time_epochs=int(median_of("epochs", longer)) if longer else None,
         is_equal_time_disturbed=any(run.is_disturbed for run in (*for_speed(judged), *for_speed(solo))),
-        passed=passed(recipe, runs) if has_quality else None,
+        passed=passed_by(recipe, runs) if has_quality else None,
         loss_gap=loss_gap(runs, solo) if has_quality else None,
         trajectories=[run.metrics for run in runs] if has_quality else [],
         folders=[str(run.folder) for run in runs],

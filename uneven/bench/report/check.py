@@ -147,7 +147,8 @@ def _at_equal_time(model: ModelRuns, mode: str) -> tuple[float | None, str | Non
     An exact mode that is slower than the single device is in the middle of its schedule then, so it is held to this
     only by runs that were made for it.
     """
-    recipe, solo, made = model.recipe, model.solo, model.longer(mode)
+    recipe, solo = model.recipe, model.solo
+    made = model.longer(mode)
     runs = made or model.by_mode[mode]
     if runs[0].takes_turns:
         return None, None

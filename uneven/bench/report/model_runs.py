@@ -143,7 +143,7 @@ def best_on_the_way(recipe: Recipe, runs: Sequence[RunRecord]) -> float:
     )
 
 
-def passed(recipe: Recipe, runs: Sequence[RunRecord]) -> float | None:
+def passed_by(recipe: Recipe, runs: Sequence[RunRecord]) -> float | None:
     """The mean over runs of their best evaluation, if the final quality is worse than it by more than the margin."""
     if not all(any(recipe.metric in one for one in run.metrics) for run in runs):
         return None

@@ -45,8 +45,8 @@ class Table:
     @classmethod
     def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
         assert all(len(row) == len(head) for row in rows), "a cell for every column"
-        kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
-        return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+        filled = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+        return cls([head[place] for place in filled], [[row[place] for place in filled] for row in rows])
 
 
 Block: TypeAlias = str | Table | Verdict
@@ -130,9 +130,9 @@ def _model(model: ModelReport) -> Section:
     if batches:
         each = " or ".join(map(str, batches))
         blocks.append(f"Efficiency by pairs was measured with {each} samples per device and step.")
-    passed = [f"{row.mode} {value(model.metric, row.passed)}" for row in model.rows if row.passed is not None]
-    if passed:
-        modes = ", ".join(passed)
+    too_long = [f"{row.mode} {value(model.metric, row.passed)}" for row in model.rows if row.passed is not None]
+    if too_long:
+        modes = ", ".join(too_long)
         blocks.append(f"Trained too long: on the way the {model.metric} was better than at the end ({modes}).")
     if any(row.is_disturbed or (row.efficiency and row.is_efficiency_disturbed) for row in model.rows):
         blocks.append(DISTURBED)

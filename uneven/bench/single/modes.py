@@ -13,6 +13,7 @@ torch-ddp     PyTorch's DistributedDataParallel, for comparison
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from uneven.config import POLICIES
 from uneven.errors import InputError
@@ -39,6 +40,11 @@ class Mode:
     cores: tuple[int, ...] = ()
 
 
+def run_folder(root: Path, model: str, mode: str, seed: int) -> Path:
+    """Where a run's results go, below the folder of a sweep."""
+    return root / model / mode / f"seed-{seed}"
+
+
 def limit_threads(count: int) -> None:
     """Give a solo run the threads that its device has in a joint run; 0 changes nothing. Call before torch is imported.
 
@@ -52,13 +58,14 @@ def limit_threads(count: int) -> None:
 
 def resolve_mode(name: str, devices: str | None) -> Mode:
     """`devices` as the user gave them, or None for the mode's own."""
+    policy, backend = {**OWN_LOOP, **JOINT}.get(name, ("balanced", "auto"))
     if name in OWN_LOOP:
-        return Mode(name, devices or PAIR, *OWN_LOOP[name], is_own_loop=True)
+        return Mode(name, devices or PAIR, policy, backend, is_own_loop=True)
     if name in JOINT:
         chosen = devices or PAIR
         if len(parse_devices(chosen)) < 2:
             raise InputError(f"mode {name!r} needs at least two devices, got {chosen!r}: pass --devices {PAIR}")
-        return Mode(name, chosen, *JOINT[name], name == "torch-ddp")
+        return Mode(name, chosen, policy, backend, is_torch_ddp=name == "torch-ddp")
     match = re.fullmatch(r"solo-(\d+)", name)
     if match is None:
         raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(NAMES[2:])}; run 'uneven bench list'")

@@ -40,8 +40,8 @@ def train(order: Order) -> None:
 
 
 def read_order(text: str) -> Order:
-    given: dict[str, Any] = json.loads(text)
-    return Order(**{**given, "out": Path(given["out"])})
+    order: dict[str, Any] = json.loads(text)
+    return Order(**{**order, "out": Path(order["out"])})
 
 
 if __name__ == "__main__":

@@ -126,14 +126,13 @@ class _Command(Child):
 
     def result(self) -> Ended:
         """Of a process that has ended; KeyboardInterrupt if it was interrupted."""
-        texts = []
         for file in self._files:
             file.seek(0)
-            texts.append(file.read())
+        stdout, stderr = (file.read() for file in self._files)
         self.end()
         if self.process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
             raise KeyboardInterrupt
-        return Ended(self.process.returncode, *texts)
+        return Ended(self.process.returncode, stdout, stderr)
 
     def end(self) -> int:
         for file in self._files:

@@ -22,13 +22,12 @@ from uneven.api.loop_inputs import check_loop
 from uneven.bench import models
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set
-from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION
-from uneven.bench.single.modes import Mode, resolve_mode
+from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION, write_file
+from uneven.bench.single.modes import Mode, resolve_mode, run_folder
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
-from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
@@ -72,15 +71,15 @@ class Order:
     @property
     def folder(self) -> Path:
         """Where the run's results go."""
-        return self.out / self.model / self.mode / f"seed-{self.seed}"
+        return run_folder(self.out, self.model, self.mode, self.seed)
 
 
 def run_single(order: Order) -> dict[str, Any]:
     """Train, evaluate and write the folder; returns the summary. A disturbed run may be repeated, see Order."""
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
-        given = f"compile={order.compile!r}, precision={order.precision!r}"
-        raise InputError(f"{given} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
+        settings = f"compile={order.compile!r}, precision={order.precision!r}"
+        raise InputError(f"{settings} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
     task, config = make_task(order), make_config(order, mode)
     train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
     summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
@@ -178,7 +177,9 @@ def finish_run(
     quality = measure_quality(state, recipe, task.make_model, task.evaluation.dataset, device)
     summary = _summary(order, recipe, config, devices, state, quality)
     _write_page(order.folder, state, summary)
-    _write(order.folder, config, state, summary)
+    write_file(order.folder / "config.json", json.dumps(config.to_json(), indent=1))
+    write_file(order.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in state.history))
+    write_summary(order.folder, summary)  # last: a folder with a summary is a finished run
     return summary
 
 
@@ -236,22 +237,10 @@ def _summary(
     }
 
 
-def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[str, Any]) -> None:
-    metrics = "".join(json.dumps(entry) + "\n" for entry in state.history)
-    try:
-        write_atomically(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
-        write_atomically(folder / "metrics.jsonl", metrics.encode())
-    except OSError as error:
-        raise folder_error(folder, error) from error
-    write_summary(folder, summary)  # last: a folder with a summary is a finished run
-
-
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    try:
-        write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
-        (folder / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
-    except OSError as error:
-        raise folder_error(folder, error) from error
+    write_file(folder / "summary.json", json.dumps(summary, indent=1))
+    with suppress(FileNotFoundError):
+        (folder / FAILURE).unlink()  # of an earlier attempt
 
 
 def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from uneven.parallel.reference import TorchFsdp, TorchReplicated, TorchTensor
 from uneven.parallel.strategy import FullState, on_host
 from uneven.policy.apportion import apportion, cut_by
 
-DENSE, MUON, MUON_ALONE = "dense", "muon", "muon-1"
+DENSE = "dense"
+MUON, MUON_ALONE = "muon", "muon-1"
 TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp", "torch-tensor")
 ROWS = (DENSE, *STRATEGIES, *TORCHS, MUON_ALONE, MUON)
 REDUNDANT = [row for row in SHARDED if row not in MODEL_PARALLEL]  # rows whose shards can have copies

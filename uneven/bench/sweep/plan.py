@@ -13,15 +13,22 @@ their speeds are marked as those of disturbed runs, and no figure of speed is ma
 take turns on a GPU its speed means nothing, so that its first seed runs beside others, too.
 """
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_run, read_runs, single_device
-from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
+from uneven.bench.single.folders import (
+    EQUAL_TIME,
+    RunRecord,
+    for_speed,
+    median_of,
+    read_run,
+    read_runs,
+    single_device,
+)
+from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode, run_folder
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
 from uneven.hardware.device import Device, is_lesser_copy, parse_devices, takes_turns
@@ -68,7 +75,7 @@ class Cell:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
-    asked: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
+    settings: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
     result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
     is_for_speed: bool = False  # a simulated slow device alone
     is_equal_time: bool = False  # its epochs follow from measured times, so they differ from sweep to sweep
@@ -92,7 +99,7 @@ class Cell:
     @property
     def data(self) -> str:
         """The name of its data set."""
-        return str(self.asked["data"] or models.get(self.model).data)
+        return str(self.settings["data"] or models.get(self.model).data)
 
     @property
     def is_done(self) -> bool:
@@ -150,9 +157,7 @@ def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> i
     runs, single = by_mode[mode], single_device(by_mode)
     if single is None or runs[0].takes_turns:
         return None
-    allowed_s, own_s = (
-        statistics.median(run.summary["train_seconds"] for run in for_speed(some)) for some in (by_mode[single], runs)
-    )
+    allowed_s, own_s = (median_of("train_seconds", for_speed(some)) for some in (by_mode[single], runs))
     own = int(runs[0].summary["epochs"])
     epochs = int(SAFE * allowed_s * own / own_s)
     return epochs if epochs > own else None
@@ -160,10 +165,10 @@ def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> i
 
 def _at_equal_time(order: SweepOrder, cell: Cell, epochs: int) -> Cell:
     out = order.out / EQUAL_TIME
-    asked = {**cell.asked, "epochs": epochs, "eval_every": max(1, epochs // 10)}
+    settings = {**cell.settings, "epochs": epochs, "eval_every": max(1, epochs // 10)}
     folder = out / cell.folder.relative_to(order.out)
-    arguments = ("run", *flags({**asked, "out": out}))
-    return replace(cell, folder=folder, arguments=arguments, asked=asked, is_equal_time=True)
+    arguments = ("run", *flags({**settings, "out": out}))
+    return replace(cell, folder=folder, arguments=arguments, settings=settings, is_equal_time=True)
 
 
 def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:
@@ -207,7 +212,7 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         epochs = min(epochs, SPEED_EPOCHS[parse_devices(order.devices)[int(mode[5:])].kind])
     quick = QUICK.get(model, {}) if order.is_quick else {}
     batch, is_global = _batch(order, mode)
-    given = {
+    settings = {
         "model": model,
         "mode": mode,
         "devices": order.devices,
@@ -223,15 +228,15 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "lr_scale": order.lr_scale if _is_exact(mode) else None,
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
-    folder = order.out / model / mode / f"seed-{seed}"
-    arguments = ("run", *flags({**given, "out": order.out}))
+    folder = run_folder(order.out, model, mode, seed)
+    arguments = ("run", *flags({**settings, "out": order.out}))
     has_speed = mode.startswith("solo-") or not takes_turns(parse_devices(order.devices))
-    return Cell(model, mode, seed, folder, arguments, given, is_for_speed=is_for_speed, has_speed=has_speed)
+    return Cell(model, mode, seed, folder, arguments, settings, is_for_speed=is_for_speed, has_speed=has_speed)
 
 
 def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
     recipe = models.get(model)
-    given = {
+    settings = {
         "model": model,
         "policy": mode.removeprefix("cpu-"),
         "devices": order.devices,
@@ -242,7 +247,7 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
         "backend": None if mode == "torch-ddp" else "cpu",
     }
     folder = order.out / model / mode
-    return Cell(model, mode, 0, folder, ("efficiency", *flags(given)), given, folder / "efficiency.json")
+    return Cell(model, mode, 0, folder, ("efficiency", *flags(settings)), settings, folder / "efficiency.json")
 
 
 def _is_exact(mode: str) -> bool:

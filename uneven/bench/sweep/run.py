@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, digest, read_run, read_runs
+from uneven.bench.single.folders import (
+    FAILURE,
+    SWEEP,
+    BrokenRun,
+    RunRecord,
+    digest,
+    folder_of,
+    read_run,
+    read_runs,
+    write_file,
+)
 from uneven.bench.single.process import Ended, run_many
 from uneven.bench.single.run import write_summary
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_equal_time, plan_sweep
@@ -20,7 +30,7 @@ from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
-from uneven.files import folder_error, mark_as_run, read_json, write_atomically
+from uneven.files import mark_as_run, read_json
 from uneven.hardware.device import parse_devices
 from uneven.hardware.mps import shared_daemon
 from uneven.hardware.preflight import check_device
@@ -110,18 +120,18 @@ def _run_all(
         return _arguments(cell, cell in beside)
 
     for position, ended in run_many(map(start, alone)):
-        _settle(alone[position], ended, outcome)
+        _record(alone[position], ended, outcome)
     with shared_daemon(parse_devices(order.devices) if beside else []) as variables:
         for position, ended in run_many(map(start, beside), order.jobs, variables=variables):
-            _settle(beside[position], ended, outcome, order.jobs)
+            _record(beside[position], ended, outcome, order.jobs)
 
 
 def _arguments(cell: Cell, is_beside: bool) -> list[str]:
     return ["bench", *cell.arguments, *(["--no-repeat"] if is_beside else []), "--json"]
 
 
-def _settle(cell: Cell, ended: Ended, outcome: Outcome, at_once: int = 1) -> None:
-    """Take a run that has ended into the outcome."""
+def _record(cell: Cell, ended: Ended, outcome: Outcome, at_once: int = 1) -> None:
+    """Add a run that has ended to the outcome."""
     reason = _failure(cell, ended, at_once > 1)
     if reason is not None:
         outcome.failed[cell.name] = reason
@@ -149,12 +159,11 @@ def _check_others(order: SweepOrder, cells: Sequence[Cell]) -> None:
     """InputError if the folder has runs of other modes or seeds that stay, and were made with other epochs or data."""
     folders = {cell.folder for cell in cells if cell.result is None}
     for model in dict.fromkeys(cell.model for cell in cells):
-        given = [cell for cell in cells if cell.model == model and cell.result is None and cell.is_whole]
-        records = read_runs(order.out / model)[0] if given and (order.out / model).is_dir() else []
+        own = [cell for cell in cells if cell.model == model and cell.result is None and cell.is_whole]
+        records = read_runs(order.out / model)[0] if own and (order.out / model).is_dir() else []
         for run in records:
-            place = run.folder.with_suffix("") if run.packed is not None else run.folder
-            if place not in folders and not run.is_for_speed:
-                _compare(given[0], run, SHARED)
+            if folder_of(run.folder) not in folders and not run.is_for_speed:
+                _compare(own[0], run, SHARED)
 
 
 def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
@@ -171,11 +180,7 @@ def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
         is_whole = before.get("sha256") == digest(before)
         record["files"] = before["files"]
         record["sha256"] = digest(record) if is_whole else before.get("sha256")
-    try:
-        order.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
-    except OSError as error:
-        raise folder_error(order.out, error) from error
+    write_file(order.out / SWEEP, json.dumps(record, indent=1))
 
 
 def _check_same(cell: Cell) -> None:
@@ -187,7 +192,7 @@ def _check_same(cell: Cell) -> None:
     record = read_run(cell.folder)
     assert isinstance(record, RunRecord), "only finished runs are kept"
     own = ("epochs", "eval_every") if cell.is_equal_time else ()  # which follow from measured times
-    _compare(cell, record, [key for key in cell.asked if key not in own])
+    _compare(cell, record, [key for key in cell.settings if key not in own])
 
 
 def _compare(cell: Cell, record: RunRecord, keys: Sequence[str]) -> None:
@@ -198,9 +203,7 @@ def _compare_settings(cell: Cell, place: Path, before: Mapping[str, Any], keys: 
     recipe = models.get(cell.model)
     defaults = {"data": recipe.data, "batch_size": recipe.batch_size}  # for None
     for key in keys:
-        was, is_now = (
-            defaults.get(key) if given is None else given for given in (before.get(key), cell.asked.get(key))
-        )
+        was, is_now = (defaults.get(key) if one is None else one for one in (before.get(key), cell.settings.get(key)))
         if was != is_now:
             raise InputError(
                 f"{place} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
@@ -211,8 +214,7 @@ def _compare_settings(cell: Cell, place: Path, before: Mapping[str, Any], keys: 
 def _failure(cell: Cell, ended: Ended, is_beside: bool) -> str | None:
     """The reason if the run failed, which is recorded in its folder; None if its result is there."""
     if ended.code == 0 and cell.result is not None:
-        cell.result.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cell.result, ended.stdout.encode())
+        write_file(cell.result, ended.stdout)
     if ended.code == 0 and cell.is_done:
         (cell.folder / FAILURE).unlink(missing_ok=True)
         return None
@@ -221,7 +223,7 @@ def _failure(cell: Cell, ended: Ended, is_beside: bool) -> str | None:
     mark_as_run(cell.folder)  # or the next attempt would take it for a folder of somebody else's
     command = _arguments(cell, is_beside)
     record = {"reason": reason, "exit_code": ended.code, "command": command, "stderr": ended.stderr[-TAIL:]}
-    write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
+    write_file(cell.folder / FAILURE, json.dumps(record, indent=1))
     return reason
 
 
