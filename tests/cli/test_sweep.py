@@ -19,7 +19,7 @@ def call(*words: object) -> Result:
 
 def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_path: Path) -> None:
     (cell,), _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-0",), seeds=1, out=tmp_path))
-    make_run(tmp_path, "lenet", "solo-0", 0, 0.9, asked=cell.asked)
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.9, asked=cell.settings)
     words = ("sweep", "--models", "lenet", "--modes", "solo-0,cpu-async", "--seeds", 1, "--out", tmp_path, "--dry-run")
     done = call(*words)
     assert done.exit_code == 0, done.output

@@ -26,7 +26,6 @@ RECIPE = Recipe(
     name="char-rnn",
     title="character LSTM",
     data="shakespeare",
-    batch_size=64,
     epochs=50,
     num_params=946_625,
     make_model=CharRnn,

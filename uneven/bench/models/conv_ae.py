@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,12 +34,8 @@ def eval_step(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
 RECIPE = Recipe(
     name="conv-ae",
     title="convolutional autoencoder",
-    data="mnist",
-    batch_size=64,
-    epochs=5,
     num_params=9_569,
     make_model=make_model,
-    make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
     train_step=train_step,
     eval_step=eval_step,
     metric="mse",

@@ -79,7 +79,6 @@ RECIPE = Recipe(
     name="gpt-nano",
     title="4-block character transformer",
     data="shakespeare",
-    batch_size=64,
     epochs=50,
     num_params=826_433,
     make_model=GptNano,

@@ -1,9 +1,8 @@
 """LeNet-5 with BatchNorm on MNIST: convolution, pooling, and BatchNorm buffers that averaging must treat correctly."""
 
-import torch
 from torch import nn
 
-from uneven.bench.models.recipe import Published, Recipe, classify, evaluate_classifier
+from uneven.bench.models.recipe import Published, Recipe
 
 
 def make_model() -> nn.Module:
@@ -28,15 +27,7 @@ def make_model() -> nn.Module:
 RECIPE = Recipe(
     name="lenet",
     title="LeNet-5 with BatchNorm",
-    data="mnist",
-    batch_size=64,
-    epochs=5,
     num_params=44_470,
     make_model=make_model,
-    make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-    train_step=classify,
-    eval_step=evaluate_classifier,
-    metric="accuracy",
-    higher_is_better=True,
     published=Published(0.99, "LeCun et al. 1998, LeNet-5, 0.990 to 0.992", worst=0.985),
 )

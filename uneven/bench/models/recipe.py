@@ -1,4 +1,4 @@
-"""A recipe makes a benchmark model a fixed, comparable task; below it, the train and eval steps that recipes share."""
+"""A recipe makes a benchmark model a fixed, comparable task; with the train and eval steps that recipes share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from uneven.config import EvalStep, TrainStep
 
@@ -19,27 +19,6 @@ class Published:
     source: str
     worst: float  # the worst quality that still agrees with it
     is_best: bool = False  # of the best evaluation, not the last one: the recipe trains past it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Model, data, optimizer, schedule and evaluation of one benchmark; factories as `fit` takes them."""
-
-    name: str
-    title: str
-    data: str  # the data set's name
-    batch_size: int  # per device
-    epochs: int
-    num_params: int
-    make_model: Callable[..., nn.Module]  # language models take the size of the vocabulary
-    make_optimizer: Callable[[Any], Optimizer]
-    make_scheduler: Callable[[Optimizer, int], Any] | None = None
-    train_step: TrainStep
-    eval_step: EvalStep
-    metric: str  # the entry of eval_step's sums that measures quality
-    higher_is_better: bool
-    published: Published | None = None
-    variants: Mapping[str, Callable[[], nn.Module]] | None = None  # other models under the same recipe
 
 
 def classify(model: nn.Module, batch: Any) -> Any:
@@ -63,3 +42,31 @@ def evaluate_next(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     return {"loss": loss}, targets.numel()
+
+
+def adam(params: Any) -> Optimizer:
+    return Adam(params, lr=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Model, data, optimizer, schedule and evaluation of one benchmark; factories as `fit` takes them.
+
+    What is left out is that of a classifier of MNIST.
+    """
+
+    name: str
+    title: str
+    num_params: int
+    make_model: Callable[..., nn.Module]  # language models take the size of the vocabulary
+    published: Published | None = None
+    data: str = "mnist"  # the data set's name
+    batch_size: int = 64  # per device
+    epochs: int = 5
+    make_optimizer: Callable[[Any], Optimizer] = adam
+    make_scheduler: Callable[[Optimizer, int], Any] | None = None
+    train_step: TrainStep = classify
+    eval_step: EvalStep = evaluate_classifier
+    metric: str = "accuracy"  # the entry of eval_step's sums that measures quality
+    higher_is_better: bool = True
+    variants: Mapping[str, Callable[[], nn.Module]] | None = None  # other models under the same recipe

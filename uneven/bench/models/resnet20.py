@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from uneven.bench.models.recipe import Published, Recipe, classify, evaluate_classifier
+from uneven.bench.models.recipe import Published, Recipe
 
 
 def conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:
@@ -92,10 +92,6 @@ RECIPE = Recipe(
     make_model=ResNet20,
     make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
     make_scheduler=make_scheduler,
-    train_step=classify,
-    eval_step=evaluate_classifier,
-    metric="accuracy",
-    higher_is_better=True,
     published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)", worst=0.9125),
     variants={"option-a": lambda: ResNet20("A")},
 )

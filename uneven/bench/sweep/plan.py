@@ -20,6 +20,7 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.single.folders import (
+    EFFICIENCY,
     EQUAL_TIME,
     RunRecord,
     for_speed,
@@ -68,22 +69,31 @@ class SweepOrder:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its folder, and the arguments of `uneven bench run` (or `efficiency`)."""
+    """One run: its folder, and the settings of `uneven bench run` (or `efficiency`) by their names."""
 
     model: str
     mode: str
     seed: int
     folder: Path
-    arguments: tuple[str, ...]
-    settings: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
-    result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
+    settings: dict[str, Any]  # a finished run is kept only if its own are equal
+    is_efficiency: bool = False
     is_for_speed: bool = False  # a simulated slow device alone
     is_equal_time: bool = False  # its epochs follow from measured times, so they differ from sweep to sweep
-    has_speed: bool = True  # not where its ranks take turns on a GPU
+
+    @property
+    def arguments(self) -> list[str]:
+        if self.is_efficiency:
+            return ["efficiency", *flags(self.settings)]
+        return ["run", *flags({**self.settings, "out": self.folder.parents[2]})]
+
+    @property
+    def result(self) -> Path | None:
+        """The file for the printed JSON of a measurement that writes no folder."""
+        return self.folder / EFFICIENCY if self.is_efficiency else None
 
     @property
     def name(self) -> str:
-        what = "efficiency" if self.result else f"seed {self.seed}"
+        what = "efficiency" if self.is_efficiency else f"seed {self.seed}"
         return f"{self.model} {self.mode} {what}{' at equal time' if self.is_equal_time else ''}"
 
     @property
@@ -93,8 +103,9 @@ class Cell:
 
     @property
     def is_for_quality(self) -> bool:
-        """A further seed, or a run without a speed of its own: it may run beside others."""
-        return self.result is None and (self.seed > 0 or not self.has_speed)
+        """A further seed, or a run whose ranks take turns on a GPU, so without a speed: it may run beside others."""
+        is_in_turns = not self.mode.startswith("solo-") and takes_turns(parse_devices(self.settings["devices"]))
+        return not self.is_efficiency and (self.seed > 0 or is_in_turns)
 
     @property
     def data(self) -> str:
@@ -164,11 +175,9 @@ def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> i
 
 
 def _at_equal_time(order: SweepOrder, cell: Cell, epochs: int) -> Cell:
-    out = order.out / EQUAL_TIME
     settings = {**cell.settings, "epochs": epochs, "eval_every": max(1, epochs // 10)}
-    folder = out / cell.folder.relative_to(order.out)
-    arguments = ("run", *flags({**settings, "out": out}))
-    return replace(cell, folder=folder, arguments=arguments, settings=settings, is_equal_time=True)
+    folder = run_folder(order.out / EQUAL_TIME, cell.model, cell.mode, cell.seed)
+    return replace(cell, folder=folder, settings=settings, is_equal_time=True)
 
 
 def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:
@@ -229,9 +238,7 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
     folder = run_folder(order.out, model, mode, seed)
-    arguments = ("run", *flags({**settings, "out": order.out}))
-    has_speed = mode.startswith("solo-") or not takes_turns(parse_devices(order.devices))
-    return Cell(model, mode, seed, folder, arguments, settings, is_for_speed=is_for_speed, has_speed=has_speed)
+    return Cell(model, mode, seed, folder, settings, is_for_speed=is_for_speed)
 
 
 def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
@@ -246,8 +253,7 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
         "compile": _compile(order, mode),
         "backend": None if mode == "torch-ddp" else "cpu",
     }
-    folder = order.out / model / mode
-    return Cell(model, mode, 0, folder, ("efficiency", *flags(settings)), settings, folder / "efficiency.json")
+    return Cell(model, mode, 0, order.out / model / mode, settings, is_efficiency=True)
 
 
 def _is_exact(mode: str) -> bool:
