@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from tests.data.parquet_files import write_parquet
 from uneven.data import fingerprint
-from uneven.data.file_list import DigestCache, describe_files
+from uneven.data.file_list import describe_files
 from uneven.data.fingerprint import compare_data, describe_data
-from uneven.data.parquet import row_groups
 from uneven.data.tensors import TensorData
 
 
@@ -42,9 +40,9 @@ class Source:
         return (self._offset + shard * 100 + number for number in range(start, self.shard_sizes[shard]))
 
 
-def compared(ours: Any, theirs: Any, folder: Path) -> str:
+def compared(ours: Any, theirs: Any) -> str:
     """The difference of two data sets, as machines would exchange them; '' without one."""
-    found = [json.loads(json.dumps(describe_data(one, DigestCache(folder)))) for one in (ours, theirs)]
+    found = [json.loads(json.dumps(describe_data(one))) for one in (ours, theirs)]
     difference = compare_data("node2", "the data set", found[0], found[1])
     return "" if difference is None else str(difference)
 
@@ -76,59 +74,33 @@ PARTS = {f"part-{number:05}.bin": bytes([number]) * 100 for number in range(20)}
 def test_files_are_compared_by_name_order_size_and_content(
     tmp_path: Path, theirs: dict[str, bytes], words: str
 ) -> None:
-    found = compared(files(tmp_path / "here", PARTS), files(tmp_path / "elsewhere", theirs), tmp_path)
+    found = compared(files(tmp_path / "here", PARTS), files(tmp_path / "elsewhere", theirs))
     assert found == "" if not words else words in found
     assert "\n" not in found
-
-
-def test_row_groups_of_parquet_files_are_compared(tmp_path: Path) -> None:
-    for name, groups in (("a", [50, 50]), ("b", [25, 25, 50])):
-        (tmp_path / name).mkdir()
-        write_parquet(tmp_path / name / "train.parquet", groups, size=400)
-    ours, theirs = (Files([tmp_path / name / "train.parquet"]) for name in "ab")
-    assert row_groups(ours.paths[0]) == (2, 100)
-    assert "row groups and rows of train.parquet in paths is 3 and 100, the leader's is 2 and 100" in compared(
-        ours, theirs, tmp_path
-    )
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 100, b"\xff" * 50 + b"\x20\0\0\0PAR1"])
-def test_what_is_no_parquet_file_has_no_row_groups(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-    assert row_groups(tmp_path / "file") is None
-    assert row_groups(tmp_path / "missing") is None
 
 
 def test_files_are_found_below_other_data_sets(tmp_path: Path) -> None:
     ours, theirs = (files(tmp_path / name, PARTS) for name in ("here", "elsewhere"))
     (tmp_path / "elsewhere" / "part-00001.bin").write_bytes(b"other")
-    assert "part-00001.bin" in compared(Subset(ours, [0, 5]), Subset(theirs, [0, 5]), tmp_path)
+    assert "part-00001.bin" in compared(Subset(ours, [0, 5]), Subset(theirs, [0, 5]))
     pairs = [[(str(path), 1) for path in one.paths] for one in (ours, theirs)]
-    assert "part-00001.bin" in compared(ConcatDataset([pairs[0]]), ConcatDataset([pairs[1]]), tmp_path)
+    assert "part-00001.bin" in compared(ConcatDataset([pairs[0]]), ConcatDataset([pairs[1]]))
     (tmp_path / "elsewhere" / "part-00001.bin").write_bytes(PARTS["part-00001.bin"])
-    assert compared(ConcatDataset([pairs[0]]), ConcatDataset([pairs[1]]), tmp_path) == ""
+    assert compared(ConcatDataset([pairs[0]]), ConcatDataset([pairs[1]])) == ""
 
 
-def test_a_digest_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"one")
-    cache = DigestCache(tmp_path)
-    first = describe_files([str(path)], cache)
-    cache.save()
-    monkeypatch.setattr("uneven.data.file_list._digest", lambda *_: "read again")
-    assert describe_files([str(path)], DigestCache(tmp_path)) == first
-    os.utime(path, ns=(1, 1))
-    assert describe_files([str(path)], DigestCache(tmp_path))["content"] == [["file.bin", "read again"]]
-    (tmp_path / "fingerprints.json").write_text("[damaged")
-    assert DigestCache(tmp_path).digest(str(path), is_whole=True) == "read again"
+def test_the_end_of_a_large_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There a Parquet file has its row groups: with others, equal numbers are other samples."""
+    monkeypatch.setattr("uneven.data.file_list.WHOLE_BYTES", 1 << 20)
+    contents = [{"train.parquet": bytes(2 << 20) + end} for end in (b"2 row groups", b"3 row groups")]
+    ours, theirs = (files(tmp_path / name, one) for name, one in zip("ab", contents, strict=True))
+    assert "the content of train.parquet" in compared(ours, theirs)
 
 
-def test_long_lists_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_long_lists_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("uneven.data.file_list.MOST_NAMES", 10)
     names = [f"/data/{number}.jpg" for number in range(95)]
-    found = [
-        describe_files(list_, DigestCache(tmp_path)) for list_ in (names, [*names[:60], "/data/x.jpg", *names[61:]])
-    ]
+    found = [describe_files(list_) for list_ in (names, [*names[:60], "/data/x.jpg", *names[61:]])]
     assert len(found[0]["names"]) == 10
     difference = fingerprint._compare_files("node2", "paths", *found)
     assert "a file of paths from number 60 on" in str(difference)
@@ -155,21 +127,21 @@ X = torch.arange(60.0).view(20, 3)
         ([{"x": np.ones(3)}], [{"x": np.zeros(3)}], "sample 0['x'] of the data set is other values"),
     ],
 )
-def test_contents_are_compared(ours: Any, theirs: Any, words: str, tmp_path: Path) -> None:
-    found = compared(ours, theirs, tmp_path)
+def test_contents_are_compared(ours: Any, theirs: Any, words: str) -> None:
+    found = compared(ours, theirs)
     assert found == "" if not words else words in found, found
     assert "--skip data" in found or not words
 
 
-def test_large_tensors_are_read_in_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_tensors_are_read_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 100)
     monkeypatch.setattr(fingerprint, "SAMPLED_ROWS", 3)  # 0, 9 and 19
     changed = X.clone()
     changed[9] = 0
-    assert "tensor 0" in compared(TensorData(X), TensorData(changed), tmp_path)
+    assert "tensor 0" in compared(TensorData(X), TensorData(changed))
     changed = X.clone()
     changed[5] = 0
-    assert compared(TensorData(X), TensorData(changed), tmp_path) == ""
+    assert compared(TensorData(X), TensorData(changed)) == ""
 
 
 class Augmented:
@@ -186,20 +158,20 @@ class Augmented:
         return (*drawn, os.urandom(4), os.urandom(1)[0] % 2, index * self.label)
 
 
-def test_what_is_drawn_at_random_is_not_compared_and_not_disturbed(tmp_path: Path) -> None:
+def test_what_is_drawn_at_random_is_not_compared_and_not_disturbed() -> None:
     ours = Augmented()
     states = [ours.rng.bit_generator.state, ours.own.getstate(), random.getstate(), torch.get_rng_state().tolist()]
-    assert compared(ours, Augmented(), tmp_path) == ""
+    assert compared(ours, Augmented()) == ""
     after = [ours.rng.bit_generator.state, ours.own.getstate(), random.getstate(), torch.get_rng_state().tolist()]
     assert states == after
-    assert "sample 49[7] of the data set is 196, the leader's is 147" in compared(ours, Augmented(4), tmp_path)
+    assert "sample 49[7] of the data set is 196, the leader's is 147" in compared(ours, Augmented(4))
 
 
-def test_a_sample_that_cannot_be_read_is_a_difference(tmp_path: Path) -> None:
+def test_a_sample_that_cannot_be_read_is_a_difference() -> None:
     class Broken(Augmented):
         def __getitem__(self, index: int) -> Any:
             raise OSError(index)
 
-    ours, theirs = (describe_data(one, DigestCache(tmp_path)) for one in ([5], [5]))
+    ours, theirs = (describe_data(one) for one in ([5], [5]))
     theirs["picks"]["0"] = fingerprint._read(Broken(), 0, 0)
     assert "is unreadable (OSError), the leader's is int" in str(compare_data("node2", "the data set", ours, theirs))

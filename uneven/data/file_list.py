@@ -1,29 +1,24 @@
 """The files that a data set reads, described so that machines can compare them: names, order, sizes, content.
 
 Found in the data set's attributes: lists of paths, (path, label) pairs, single paths, memory-mapped arrays. Names are
-relative to the folder that a list's files share, because data may lie elsewhere on every machine. Digests are kept
-below the user's cache folder by size and time of change. Used by data/fingerprint.py; no torch here.
+relative to the folder that a list's files share, because data may lie elsewhere on every machine. Used by
+data/fingerprint.py; no torch here.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from uneven.data.datasets import data_folder
-from uneven.data.parquet import row_groups
-from uneven.files import write_atomically
-
 MOST_NAMES = 20_000  # that are compared one by one; a longer list is compared in so many pieces
 MOST_SIZES = 2_000
 WHOLE_BYTES = 64 << 20  # of all files of a list together, up to which they are read whole
-SAMPLED_FILES, BLOCKS, BLOCK = 16, 8, 1 << 16  # of what is larger
-MOST_CACHED = 10_000
+SAMPLED_FILES = 16  # of what is larger
+BLOCKS = 8  # of each of them, the last one among them: there a Parquet file has its row groups
+BLOCK = 1 << 16
 DEPTH = 3
 # Names of files, also where a machine does not have them.
 SUFFIXES = frozenset(
@@ -44,8 +39,8 @@ def file_lists(dataset: Any) -> dict[str, list[str]]:
     return dict(_find(dataset, "", DEPTH, set()))
 
 
-def describe_files(paths: Sequence[str], cache: "DigestCache") -> dict[str, Any]:
-    """A list of files as plain JSON; equal where names, order, sizes, row groups and content are."""
+def describe_files(paths: Sequence[str]) -> dict[str, Any]:
+    """A list of files as plain JSON; equal where names, order, sizes and content are."""
     names = _relative(paths)
     step = -(-len(names) // MOST_NAMES)
     described: dict[str, Any] = {
@@ -60,47 +55,16 @@ def describe_files(paths: Sequence[str], cache: "DigestCache") -> dict[str, Any]
     described["sizes"] = [[names[number], size] for number, size in sizes.items()]
     is_whole = few and sum(size or 0 for size in sizes.values()) <= WHOLE_BYTES
     read = list(sizes) if is_whole else [list(sizes)[place] for place in _evenly(len(sizes), SAMPLED_FILES)]
-    found = [number for number in read if sizes[number] is not None]
-    described["row_groups"] = [
-        [names[number], groups]
-        for number in found
-        if names[number].endswith(".parquet") and (groups := row_groups(Path(paths[number]))) is not None
-    ]
-    described["content"] = [[names[number], cache.digest(paths[number], is_whole)] for number in found]
+    present = [number for number in read if sizes[number] is not None]
+    described["content"] = [[names[number], _content(paths[number], is_whole)] for number in present]
     return described
 
 
-class DigestCache:
-    """Digests of files by path, size and time of change. `save` writes them; a cache that cannot be read is empty."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._path = (folder or data_folder()) / "fingerprints.json"
-        self._known: dict[str, Any] = {}
-        self._is_changed = False
-        with suppress(OSError, ValueError):
-            loaded = json.loads(self._path.read_text())
-            self._known = loaded if isinstance(loaded, dict) else {}
-
-    def digest(self, path: str, is_whole: bool) -> str:
-        try:
-            status = os.stat(path)
-            key = [status.st_size, status.st_mtime_ns, is_whole]
-            known = self._known.get(os.path.abspath(path))
-            if isinstance(known, list) and known[:-1] == key:
-                return str(known[-1])
-            found = _digest(path, status.st_size, is_whole)
-        except OSError as error:
-            return f"unreadable ({error.strerror})"
-        self._known[os.path.abspath(path)] = [*key, found]
-        self._is_changed = True
-        return found
-
-    def save(self) -> None:
-        newest = dict(list(self._known.items())[-MOST_CACHED:])
-        with suppress(OSError):  # without a cache folder everything is read again
-            if self._is_changed:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(self._path, json.dumps(newest).encode())
+def _content(path: str, is_whole: bool) -> str:
+    try:
+        return _digest(path, os.stat(path).st_size, is_whole)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
 
 
 def _find(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, list[str]]]:

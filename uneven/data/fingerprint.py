@@ -2,7 +2,7 @@
 
 Ranks of several machines call `describe_data` (launch/checks/parity.py), one per machine, exchange the descriptions
 (plain JSON), and `compare_data` names the first difference. Tensors are read whole up to a size, other data sets at a
-few fixed positions, files by name, order, size, row groups and content. Bounded in time and bytes; a stream is not
+few fixed positions, files by name, order, size and content. Bounded in time and bytes; a stream is not
 consumed, and no random state is disturbed. What a data set draws at random in a sample is left out: it shows, because
 every sample is read under two seeds.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from uneven.config import is_stream
 from uneven.data.epoch_order import random_states_preserved, seed_generators
-from uneven.data.file_list import DigestCache, describe_files, file_lists
+from uneven.data.file_list import describe_files, file_lists
 from uneven.data.sample_order import permutation, sample_keys
 from uneven.data.source import ShardedDataset, count_samples, shard_sizes
 from uneven.data.tensors import is_gathered
@@ -39,11 +39,9 @@ CLOSE = 1e-6  # relative: sums in another order, on another processor
 FIX = "copy the leader's data there, or leave the check out with --skip data"
 
 
-def describe_data(dataset: Any, cache: DigestCache | None = None) -> dict[str, Any]:
+def describe_data(dataset: Any) -> dict[str, Any]:
     """A data set as plain JSON; reads at most a few samples, rows and blocks of files."""
-    cache = cache or DigestCache()
-    lists = {name: describe_files(paths, cache) for name, paths in file_lists(dataset).items() if paths}
-    cache.save()
+    lists = {name: describe_files(paths) for name, paths in file_lists(dataset).items() if paths}
     sizes = shard_sizes(dataset) if is_stream(dataset) else None
     found: dict[str, Any] = {"samples": count_samples(dataset), "files": lists, "shards": sizes}
     tensors = _tensors(dataset)
@@ -70,8 +68,8 @@ def compare_data(host: str, what: str, ours: Mapping[str, Any], theirs: Mapping[
     if ours["samples"] != theirs["samples"]:
         return Difference(host, f"the length of {what}", str(theirs["samples"]), str(ours["samples"]), FIX, "data")
     for name, array in ours["tensors"].items():
-        if (difference := _compare_arrays(array, theirs["tensors"].get(name, array))) is not None:
-            return Difference(host, f"{name} of {what}", *difference, FIX, "data")
+        if (values := _compare_arrays(array, theirs["tensors"].get(name, array))) is not None:
+            return Difference(host, f"{name} of {what}", values[0], values[1], FIX, "data")
     return _compare_picks(host, what, ours, theirs)
 
 
@@ -87,8 +85,7 @@ def _compare_files(host: str, label: str, ours: Mapping[str, Any], theirs: Mappi
             which = f"file {number} of {label}" if ours["step"] <= 1 else f"a file of {label} from number {first} on"
             fix = "sort the list in the script: folders are listed in any order" if is_shuffled else FIX
             return Difference(host, which, b, a, fix, "data")
-    aspects = {"sizes": "the size", "row_groups": "the number of row groups and rows", "content": "the content"}
-    for aspect, words in aspects.items():
+    for aspect, words in (("sizes", "the size"), ("content", "the content")):
         for (name, a), (_, b) in zip(ours[aspect], theirs[aspect], strict=False):
             if a != b:
                 return Difference(host, f"{words} of {name} in {label}", _short(b), _short(a), FIX, "data")
@@ -96,7 +93,7 @@ def _compare_files(host: str, label: str, ours: Mapping[str, Any], theirs: Mappi
 
 
 def _short(value: Any) -> str:
-    return " and ".join(map(str, value)) if isinstance(value, list) else "missing" if value is None else str(value)
+    return "missing" if value is None else str(value)
 
 
 def _compare_picks(host: str, what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Difference | None:
@@ -106,8 +103,8 @@ def _compare_picks(host: str, what: str, ours: Mapping[str, Any], theirs: Mappin
         for name, part in parts.items():
             if name in drawn or name not in others:
                 continue
-            if (difference := _compare_arrays(part, others[name])) is not None:
-                return Difference(host, f"sample {number}{name} of {what}", *difference, FIX, "data")
+            if (values := _compare_arrays(part, others[name])) is not None:
+                return Difference(host, f"sample {number}{name} of {what}", values[0], values[1], FIX, "data")
     return None
 
 
@@ -159,7 +156,8 @@ def _describe_array(tensor: Tensor) -> dict[str, Any]:
 def _project(flat: Tensor) -> tuple[list[float], list[float]]:
     """Of each of CHUNKS pieces: the sum under random signs, and the norm."""
     bits = np.frombuffer(np.random.Generator(np.random.PCG64(7)).bytes(flat.numel() // 8 + 1), dtype=np.uint8)
-    signs, sums, norms = np.unpackbits(bits), [], []
+    signs = np.unpackbits(bits)
+    sums, norms = list[float](), list[float]()
     ends = np.linspace(0, flat.numel(), min(CHUNKS, flat.numel()) + 1).astype(np.int64).tolist()
     numbers = (flat if flat.dtype in (torch.float32, torch.float64, torch.float16) else flat.float()).numpy()
     for start, end in pairwise(ends):
