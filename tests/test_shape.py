@@ -127,7 +127,6 @@ NOT_YET: set[str] = {  # rooms that were written before these rules
     *(
         "api",
         "cli",
-        "data",
         "install",
         "launch",
         "machines",
@@ -335,7 +334,7 @@ def test_plain_verbs_and_fit_import_neither_the_benchmarks_nor_torchs_compiler()
         "    except SystemExit: pass\n"
         f"import {', '.join(f'uneven.cli.{verb}' for verb in verbs)}, uneven.launch.run, uneven.api.fit\n"
         "from uneven import fit\n"
-        "from uneven.data.torch_modes import TorchModes\n"
+        "from uneven.data.script_settings import TorchModes\n"
         "TorchModes.read().set()\n"  # in every rank and loader process
         "heavy = ('uneven.bench', 'torch._dynamo', 'torch._inductor')\n"
         "print('LOADED', *[name for name in sys.modules if name.startswith(heavy)])"

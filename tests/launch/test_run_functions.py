@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.launch.test_run import X, Y, eval_step, make_net, train, train_step
 from uneven import Ddp, InputError, TensorData
-from uneven.data.keyed_dataset import WorkerStart
+from uneven.data.loader_process import WorkerStart
 
 
 def mixing_step(model: nn.Module, batch: Any) -> torch.Tensor:

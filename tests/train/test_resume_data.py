@@ -24,7 +24,7 @@ from tests.train.test_gradient_sync import X, Y
 from tests.train.test_resume import CADENCE, EXACT, assert_same
 from tests.train.test_resume import train as train_on_threads
 from uneven import InputError, TrainedState, fit
-from uneven.data.reader import Reader
+from uneven.data.reader import Extent, Reader
 
 Sample = tuple[Tensor, Tensor]
 
@@ -150,9 +150,9 @@ def test_a_reader_drops_what_was_trained_before() -> None:
         passes.append(epoch)
         return iter(range(10 * epoch, 10 * epoch + 8))
 
-    reader = Reader(read_pass, 3, start=(1, 4), sizes=[8])
+    reader = Reader(read_pass, Extent(3, start=(1, 4), sizes=[8]))
     assert reader.ends_within(1, 4, 2) == 0
-    assert len(reader._held) == 3  # and one more, which told that the epoch goes on
+    assert len(reader._ready) == 3  # and one more, which told that the epoch goes on
     assert (reader.take(1, 4, 6), reader.take(1, 6, 8), reader.ends_within(1, 6, 2)) == ([14, 15], [16, 17], 8)
     assert reader.take(2, 0, 1) == [20]
     assert passes == [1, 2]

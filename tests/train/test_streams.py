@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven.config import Evaluation, Task, resolve
-from uneven.data.reader import Reader, ReaderClient, ReaderServer
+from uneven.data.reader import Extent, Reader, ReaderClient, ReaderServer
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.source import units
 from uneven.errors import InputError, RankError
@@ -203,7 +203,7 @@ def test_a_stream_that_ends_before_its_length_is_an_error() -> None:
 
 def test_a_rank_that_asks_the_reader_gets_a_wrong_input_as_one() -> None:
     """Whichever rank asked first ended the run: another than rank 0 did so with a traceback of ours."""
-    reader = Reader(lambda _: iter(range(5)), epochs=1, length=9, ahead=2)
+    reader = Reader(lambda _: iter(range(5)), Extent(epochs=1, length=9), ahead=2)
     server = ReaderServer(reader, connections=1)
     client = ReaderClient(server.address)
     client.send("take", 0, 0, 8)
@@ -234,7 +234,7 @@ def test_the_address_of_the_reader_is_not_unpickled(address: bytes) -> None:
 
 def test_a_reader_is_believed_only_where_it_is_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
     uid = os.getuid()
-    reader = Reader(lambda _: iter(range(5)), epochs=1, length=5, ahead=2)
+    reader = Reader(lambda _: iter(range(5)), Extent(epochs=1, length=5), ahead=2)
     server = ReaderServer(reader, connections=1)
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(RankError, match="another user"):

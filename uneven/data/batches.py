@@ -2,11 +2,12 @@
 
 A batch is what the user's collate_fn returns: tensors, or tuples, lists, dicts, named tuples and dataclasses of them,
 or an object with a `.to(device)` of its own. Used by the feeds, in loader processes and in the process that trains.
+`check_batch` reads and collates one before a run starts, so that a data set that cannot be batched is refused there.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -14,9 +15,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
+from uneven.config import Loading, RunConfig, Task, is_stream
+from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved, seed_generators
 from uneven.data.pickling import dumps, loads
+from uneven.data.sample_order import sample_keys
+from uneven.data.source import ShardedDataset, shard_sizes
+from uneven.data.tensors import TensorData, is_gathered
 from uneven.errors import InputError, MachineError
 
+CHECKED = 8  # samples that are read before a run: enough to see different shapes
 # Docker gives a container 64 MB unless it is told otherwise.
 NO_ROOM = (
     "no room in /dev/shm for the batches of the loader processes: give it more (docker run --shm-size=8g, or "
@@ -176,3 +183,48 @@ def _collate_advice(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def check_batch(task: Task, config: RunConfig, order: EpochOrder) -> None:
+    """InputError where the first samples of the training set, or of the test set, do not make a batch."""
+    _check_first("dataset", task.dataset, task.loading, config, order)
+    test = task.evaluation
+    if test is not None and isinstance(test.dataset, Sized) and hasattr(test.dataset, "__getitem__"):
+        samples = PlainOrder(len(test.dataset), config.seed, is_shuffled=False)
+        _check_first("the test set", test.dataset, test.loading, config, samples)
+
+
+def _check_first(name: str, dataset: Any, loading: Loading, config: RunConfig, order: EpochOrder) -> None:
+    if isinstance(dataset, TensorData) and loading.collate_fn is not None and dataset.transform is not None:
+        raise InputError(
+            f"collate_fn= with {name}=TensorData(..., transform=...): the transform makes the batch; leave one out"
+        )
+    if is_gathered(dataset) and loading.collate_fn is None:
+        return
+    if is_stream(dataset):
+        if shard_sizes(dataset) is None:
+            return  # a sample that was read cannot be put back
+        dataset = ShardedDataset(dataset)
+    many = min(CHECKED, config.batch_size, order.samples)
+    keys = sample_keys(config.seed, 0, many).tolist()
+    with random_states_preserved():
+        samples = []
+        for index, key in zip(order.indices(0)[:many].tolist(), keys, strict=True):
+            seed_generators(key)
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                raise InputError(f"{name}[{index}] failed with {_in_a_line(error)}") from error
+        try:
+            Collate(loading.collate_fn).batch(samples)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        except Exception as error:
+            raise InputError(
+                f"collate_fn failed on {many} samples of {name} with {_in_a_line(error)}; it gets a list of samples "
+                "and returns a batch"
+            ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

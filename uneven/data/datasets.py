@@ -142,7 +142,7 @@ DATA_SETS = {
             title="MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey",
             licence=_MNIST_LICENCE,
             assemble=images_from_idx,
-            files=tuple(File(name, *facts) for name, facts in _MNIST.items()),
+            files=tuple(File(name, size, sha256, alias) for name, (size, sha256, alias) in _MNIST.items()),
             mirrors=(
                 tuple(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz" for name in _MNIST),
                 tuple(f"https://storage.googleapis.com/cvdf-datasets/mnist/{name}.gz" for name in _MNIST),

@@ -70,7 +70,9 @@ class DrawnOrder:
         """`num_indices` is the length of the data set."""
         self.is_batches = loading.batch_sampler is not None
         self._name = "batch_sampler" if self.is_batches else "sampler"
-        self._loading, self._num_indices, self._seed = loading, num_indices, seed
+        self._loading = loading
+        self._num_indices = num_indices
+        self._seed = seed
         self._restart()
         self.samples = len(self.indices(0))
         self.batches = len(self.offsets(0)) - 1
@@ -185,17 +187,25 @@ def seed_generators(key: int) -> None:
     torch.default_generator.manual_seed(key)
 
 
+def random_states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @contextmanager
 def random_states_preserved() -> Iterator[None]:
     """What is drawn inside does not change the random numbers of training (dropout)."""
     with _random_lock:
-        python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        before = random_states()
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(torch_state)
+            set_random_states(before)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from uneven.config import Loading, is_stream
 from uneven.data.batches import Collate, to_device
 from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved
-from uneven.data.keyed_dataset import KeyedDataset, WorkerStart
-from uneven.data.loader_context import ForkedContext, LoaderContext, end_loaders_at_exit
+from uneven.data.loader_process import KeyedDataset, Loaders
 from uneven.data.sample_order import sample_keys
 from uneven.data.source import ShardedDataset, StreamOrder, shard_sizes
 from uneven.data.stream import ReaderFeed
@@ -77,14 +76,15 @@ def make_feed(
     if is_stream(dataset):
         if shard_sizes(dataset) is None:
             is_shuffled = not isinstance(order, StreamOrder) or order.is_shuffled
-            return ReaderFeed(dataset, device, seed, batch_size, num_workers, loading, is_shuffled=is_shuffled)
+            loaders = Loaders(min(num_workers, 1), loading, seed, is_rank=True)
+            return ReaderFeed(dataset, device, batch_size, loaders, is_shuffled=is_shuffled)
         dataset = ShardedDataset(dataset)
     order = PlainOrder(len(dataset), seed, is_shuffled=True) if order is None else order
     if is_gathered(dataset) and loading.collate_fn is None:
         if isinstance(dataset, TensorDataset):
-            dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
+            dataset = TensorData.of(dataset.tensors, lambda rows, _: list(rows))
         return TensorFeed(dataset, device, seed, batch_size, order)
-    return LoaderFeed(dataset, device, seed, batch_size, num_workers, order, loading, is_rank=is_rank)
+    return LoaderFeed(dataset, device, batch_size, order, Loaders(num_workers, loading, seed, is_rank))
 
 
 class TensorFeed:
@@ -115,9 +115,8 @@ class TensorFeed:
         if self._resident:
             return self._data.take(*inputs.unbind())
         rows, keys = inputs
-        return TensorData(*rows, transform=self._data.transform).take(
-            torch.arange(len(keys), device=self._device), keys
-        )
+        data = TensorData.of(rows, self._data.transform)
+        return data.take(torch.arange(len(keys), device=self._device), keys)
 
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
         data_device = self._device if self._resident else torch.device("cpu")
@@ -149,32 +148,19 @@ class LoaderFeed:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        device: torch.device,
-        seed: int,
-        batch_size: int,
-        num_workers: int,
-        order: EpochOrder,
-        loading: Loading,
-        *,
-        is_rank: bool,
+        self, dataset: Any, device: torch.device, batch_size: int, order: EpochOrder, loaders: Loaders
     ) -> None:
         self._dataset = KeyedDataset(dataset)
         self._num_samples = len(dataset)
         self._device = device
-        self._seed = seed
         self._batch_size = batch_size
-        self._num_workers = num_workers
         self._order = order
-        self._loading = loading
-        self._plan: list[list[Any]] = []  # of the evaluation that is on, for a DataLoader that is kept
-        self._kept: DataLoader[Any] | None = None
-        self._context = (LoaderContext() if is_rank else ForkedContext()) if num_workers else None
-        if num_workers:
-            end_loaders_at_exit()
+        self._loaders = loaders
+        self._plan: list[list[Any]] = []  # of the evaluation that is on, for its DataLoader if that persists
+        self._persistent: DataLoader[Any] | None = None
+        num_workers = loaders.num_workers
         self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
-        self.lookahead = (2 if loading.prefetch_factor is None else loading.prefetch_factor) * num_workers
+        self.lookahead = loaders.ahead
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
         requested: deque[Part] = deque()
@@ -197,7 +183,7 @@ class LoaderFeed:
 
     def _next(self, batches: Iterator[Any]) -> Any:
         # Seeding per sample in this process must not change the random numbers of training (dropout).
-        with random_states_preserved() if self._num_workers == 0 else nullcontext():
+        with nullcontext() if self._loaders.num_workers else random_states_preserved():
             loaded: Any = next(batches, _END)
         return _END if loaded is _END else loaded.batch
 
@@ -208,7 +194,7 @@ class LoaderFeed:
             if part.slot.epoch != epoch:
                 epoch = part.slot.epoch
                 order = self._order.indices(epoch)
-                keys = sample_keys(self._seed, epoch, len(order))
+                keys = sample_keys(self._loaders.seed, epoch, len(order))
             requested.append(part)
             span = slice(part.first, part.stop)
             picks = iter(zip(order[span].tolist(), keys[span].tolist(), strict=True))
@@ -218,25 +204,18 @@ class LoaderFeed:
 
     def _iterate(self, plan: list[list[Any]]) -> Iterator[Any]:
         """Over the batches of an evaluation; with `persistent_workers` by the processes of the last one."""
-        if not self._loading.persistent_workers or not self._num_workers:
+        if not self._loaders.loading.persistent_workers or not self._loaders.num_workers:
             return iter(self._loader(plan))
         self._plan[:] = plan
-        self._kept = self._kept or self._loader(self._plan, persistent_workers=True)
-        return iter(self._kept)
+        self._persistent = self._persistent or self._loader(self._plan, persistent_workers=True)
+        return iter(self._persistent)
 
     def _loader(self, plan: Iterable[list[Any]], *, persistent_workers: bool = False) -> DataLoader[Any]:
-        loading, has_workers = self._loading, self._num_workers > 0
-        return DataLoader(
+        return self._loaders.open(
             self._dataset,
             batch_sampler=plan,
-            collate_fn=Collate(loading.collate_fn),
-            num_workers=self._num_workers,
-            generator=torch.Generator().manual_seed(self._seed),  # otherwise it would draw from the default generator
+            collate_fn=Collate(self._loaders.loading.collate_fn),
             pin_memory=self._device.type == "cuda",
-            multiprocessing_context=self._context,
-            worker_init_fn=WorkerStart(loading.worker_init_fn, isinstance(self._context, LoaderContext)),
-            prefetch_factor=loading.prefetch_factor if has_workers else None,
-            timeout=loading.timeout if has_workers else 0.0,
             persistent_workers=persistent_workers,
         )
 

@@ -21,14 +21,10 @@ BLOCKS = 8  # of each of them, the last one among them: there a Parquet file has
 BLOCK = 1 << 16
 DEPTH = 3
 # Names of files, also where a machine does not have them.
-SUFFIXES = frozenset(
-    (
-        *(".parquet", ".arrow", ".feather", ".npy", ".npz", ".pt", ".pth", ".bin", ".safetensors", ".pkl", ".msgpack"),
-        *(".json", ".jsonl", ".csv", ".tsv", ".txt", ".h5", ".hdf5", ".tfrecord", ".mds", ".idx"),
-        *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".wav", ".flac", ".mp3", ".ogg", ".mp4", ".webm"),
-        *(".tar", ".zip", ".gz", ".zst", ".xz"),
-    )
-)
+SUFFIXES = """
+.parquet .arrow .feather .npy .npz .pt .pth .bin .safetensors .pkl .msgpack .json .jsonl .csv .tsv .txt .h5 .hdf5
+.tfrecord .mds .idx .jpg .jpeg .png .webp .bmp .tif .tiff .wav .flac .mp3 .ogg .mp4 .webm .tar .zip .gz .zst .xz
+"""
 
 
 def file_lists(dataset: Any) -> dict[str, list[str]]:
@@ -104,7 +100,8 @@ def _paths(value: Any, roots: Sequence[str]) -> list[str] | None:
     for root in ("", *roots):
         if any(os.path.isfile(os.path.join(root, entry)) for entry in looks):
             return [os.path.join(root, entry) for entry in entries]
-    is_named_so = all(os.path.splitext(entry)[1].lower() in SUFFIXES for entry in looks)
+    suffixes = SUFFIXES.split()
+    is_named_so = all(os.path.splitext(entry)[1].lower() in suffixes for entry in looks)
     return [str(entry) for entry in entries] if is_named_so else None
 
 

@@ -40,13 +40,13 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._given: dict[Any, Any] = {}  # what was one object is one again
+        self._objects: dict[Any, Any] = {}  # what was one object is one again
 
     def persistent_load(self, key: Any) -> Any:
         assert self.give is not None, "nothing was taken out of this pickle"
-        if key not in self._given:
-            self._given[key] = self.give(key)
-        return self._given[key]
+        if key not in self._objects:
+            self._objects[key] = self.give(key)
+        return self._objects[key]
 
 
 class MappedArrays:

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -33,38 +34,46 @@ _NAME = re.compile(r"uneven-[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What a run reads of a stream."""
+
+    epochs: int
+    length: int | None = None  # samples of an epoch; None where only the end of the stream tells
+    # The first (epoch, position) that anybody will take, where a run is resumed; what lies before it in its epoch is
+    # read and dropped, as with `go_to`.
+    start: tuple[int, int] = (0, 0)
+    sizes: Sequence[int] = ()  # of the epochs before
+
+
 class Reader:
     """Samples of a stream by (epoch, position), each given out `uses` times and then dropped.
 
-    `read_pass(epoch)` iterates over an epoch's samples. `length` is what an epoch has, or None where only the end of
-    the stream tells. A thread reads until `ahead` samples wait to be taken; without it (`ahead` = 0) the caller reads.
+    `read_pass(epoch)` iterates over an epoch's samples. A thread reads until `ahead` samples wait to be taken; without
+    it (`ahead` = 0) the caller of `take` reads, inside the context `around()`.
     """
 
     def __init__(
         self,
         read_pass: Callable[[int], Iterator[Any]],
-        epochs: int,
-        length: int | None = None,
+        extent: Extent,
         *,
         ahead: int = 0,
         uses: int = 1,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        start: tuple[int, int] = (0, 0),
-        sizes: Sequence[int] = (),
     ) -> None:
-        """`around` is entered whenever the caller of `take` reads, not by the thread.
-
-        `start`: the first (epoch, position) that anybody will take, where a run is resumed; what lies before it in its
-        epoch is read and dropped, as with `go_to`. `sizes` are those of the epochs before.
-        """
-        self._read_pass, self._epochs, self._length = read_pass, epochs, length
-        self._ahead, self._uses, self._around = ahead, uses, around
+        self._read_pass = read_pass
+        self._epochs = extent.epochs
+        self._length = extent.length
+        self._ahead = ahead
+        self._uses = uses
+        self._around = around
         self._samples: Iterator[Any] | None = None
-        self._held: dict[tuple[int, int], list[Any]] = {}  # (epoch, position) -> [sample, uses left]
-        self._start = start
-        self._front = (start[0], 0)  # the first position not read yet
+        self._ready: dict[tuple[int, int], list[Any]] = {}  # (epoch, position) -> [sample, uses left]
+        self._start = extent.start
+        self._front = (extent.start[0], 0)  # the first position not read yet
         self._wanted = (0, 0)  # the end of what was asked for
-        self._sizes: list[int] = list(sizes)  # of the epochs that were read to their end
+        self._sizes: list[int] = list(extent.sizes)  # of the epochs that were read to their end
         self._error: BaseException | None = None
         self._is_closed = False
         self._changed = threading.Condition()
@@ -91,7 +100,7 @@ class Reader:
         """Nobody needs what lies before this epoch: it is read and dropped; whoever has asked for it gets nothing."""
         with self._changed:
             self._start = max(self._start, (epoch, 0))
-            self._held = {place: held for place, held in self._held.items() if place >= self._start}
+            self._ready = {place: entry for place, entry in self._ready.items() if place >= self._start}
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -103,14 +112,14 @@ class Reader:
             self._thread.join(CLOSE_S)
 
     def _give(self, place: tuple[int, int]) -> Any:
-        if place not in self._held:
+        if place not in self._ready:
             raise RuntimeError(f"position {place[1]} of epoch {place[0]} was asked for twice")
-        held = self._held[place]
-        held[1] -= 1
-        if not held[1]:
-            del self._held[place]
+        entry = self._ready[place]
+        entry[1] -= 1
+        if not entry[1]:
+            del self._ready[place]
             self._changed.notify_all()
-        return held[0]
+        return entry[0]
 
     def _wait_for(self, place: tuple[int, int]) -> None:
         """Until the stream is read up to this position, or the position's epoch has ended; the lock is held."""
@@ -125,7 +134,7 @@ class Reader:
                 if self._ahead:
                     self._changed.wait()
                 else:
-                    self._keep(self._next())
+                    self._add(self._next())
 
     def _run(self) -> None:
         while True:
@@ -137,7 +146,7 @@ class Reader:
             try:
                 sample = self._next()  # without the lock: it may take its time
                 with self._changed:
-                    self._keep(sample)
+                    self._add(sample)
             except BaseException as error:  # given to every rank that waits for a sample
                 with self._changed:
                     self._error = error
@@ -146,7 +155,7 @@ class Reader:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._held) < self._ahead or self._front < self._wanted or self._front[0] == self._epochs
+        return len(self._ready) < self._ahead or self._front < self._wanted or self._front[0] == self._epochs
 
     def _next(self) -> Any:
         epoch, position = self._front
@@ -156,7 +165,7 @@ class Reader:
             self._samples = iter(self._read_pass(epoch))
         return next(self._samples, _END)
 
-    def _keep(self, sample: Any) -> None:
+    def _add(self, sample: Any) -> None:
         epoch, position = self._front
         if sample is _END:
             self._check_end(epoch, position)
@@ -165,7 +174,7 @@ class Reader:
             self._front = (epoch + 1, 0)
         else:
             if self._front >= self._start:
-                self._held[self._front] = [sample, self._uses]
+                self._ready[self._front] = [sample, self._uses]
             self._front = (epoch, position + 1)
         self._changed.notify_all()
 
@@ -244,11 +253,11 @@ class ReaderClient:
             raise RankError("the reader at the address that rank 0 sent is of another user")
 
     def send(self, name: str, *arguments: int) -> None:
-        with _gone():
+        with _NamingTheRank():
             self._connection.send_bytes(json.dumps([name, *arguments]).encode())
 
     def receive(self) -> Any:
-        with _gone():
+        with _NamingTheRank():
             answer, failed = unpack(self._connection.recv_bytes())
         if failed is not None:
             raise failed(answer)
@@ -263,21 +272,21 @@ class LocalReader:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._asked: deque[tuple[int, int, int]] = deque()
+        self._questions: deque[tuple[int, int, int]] = deque()
 
     def send(self, name: str, *arguments: int) -> None:
         assert name == "take", "only ranges are asked for ahead"
-        self._asked.append((arguments[0], arguments[1], arguments[2]))
+        self._questions.append((arguments[0], arguments[1], arguments[2]))
 
     def receive(self) -> Any:
-        return self._reader.take(*self._asked.popleft())
+        return self._reader.take(*self._questions.popleft())
 
     def close(self) -> None:
         self._reader.close()
 
 
-class _gone:  # noqa: N801, reads as a word
-    """Turn the errors of a closed connection into one that names the rank that is gone."""
+class _NamingTheRank:
+    """Turns the errors of a closed connection into one that names the rank that is gone."""
 
     def __enter__(self) -> None: ...
 

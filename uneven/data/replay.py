@@ -18,12 +18,11 @@ from uneven.policy.recorded import RecordedShares, Round
 
 LOG = "log.json"
 # Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
-_FIXED_SETTINGS = (
-    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
-    *("shuffle", "drop_last", "max_grad_norm", "max_grad_value"),
-    *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb", "backend"),
-    "machines",  # of the ranks, where sums are made machine by machine
-)
+_FIXED_SETTINGS = """
+batch_size accumulate global_batch_size memory_cap epochs max_steps seed shuffle drop_last max_grad_norm max_grad_value
+precision compile sync_batchnorm optimizer_state strategy bucket_mb backend
+machines
+"""  # the last are those of the ranks, where sums are made machine by machine
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,14 @@ def log_record(
     ("stop_rounds") and where the run began and went on ("segments"): the log is that of all segments together. Of a run
     in which ranks were lost or joined the segments are generations, and the log has the parts of all "members".
     """
-    settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
+    settings = {name: config[name] for name in _FIXED_SETTINGS.split() if name in config}
     head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
     return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped), **resumed}
 
 
 def read_parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """A rank's (slot, first, samples), as JSON has them."""
-    return [(slot, first, samples) for slot, first, samples in rows]
+    return [(int(slot), int(first), int(samples)) for slot, first, samples in rows]
 
 
 def read_rounds(rows: Sequence[Sequence[float]]) -> list[tuple[int, int, int, float]]:
@@ -104,7 +103,9 @@ def read_log(
             "of them is repeated"
         )
     _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
-    rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
+    rounds = [
+        [Round(due, entered, merged, scale) for due, entered, merged, scale in log] for log in record.get("rounds", [])
+    ]
     was_local = any(rounds)
     kinds = ("an exact policy", "a local policy")
     fix = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
@@ -125,7 +126,7 @@ def read_log(
             f"replay={str(folder)!r}: that run was stopped after {record['slots']} of {axis.total} slots, "
             "and only a finished run can be replayed"
         )
-    parts = [[(int(slot), int(first), int(samples)) for slot, first, samples in log] for log in record["ranks"]]
+    parts = [read_parts(rows) for rows in record["ranks"]]
     try:
         prove_exactly_once(axis, parts, axis.total)
         if was_local:

@@ -63,12 +63,12 @@ def shard_sizes(source: Any) -> list[int] | None:
     """The samples of each shard; None where the source does not know them or has no shards."""
     if not isinstance(source, StreamSource):
         return None
-    given = _value(source, "shard_sizes")
+    own = _value(source, "shard_sizes")
     shards = num_shards(source)
-    if given is None:
+    if own is None:
         length = _length(source)
         return [length] if shards == 1 and length is not None else None
-    sizes = [int(size) for size in given]
+    sizes = [int(size) for size in own]
     name = type(source).__name__
     if len(sizes) != shards or min(sizes, default=-1) < 0:
         raise InputError(
@@ -144,7 +144,9 @@ class ShardedOrder:
 
     def __init__(self, sizes: Sequence[int], seed: int, is_shuffled: bool = True) -> None:
         self.samples = sum(sizes)
-        self._sizes, self._seed, self._is_shuffled = list(sizes), seed, is_shuffled
+        self._sizes = list(sizes)
+        self._seed = seed
+        self._is_shuffled = is_shuffled
 
     def indices(self, epoch: int) -> NDArray[np.int64]:
         """Of a ShardedDataset, at each position of the epoch."""

@@ -5,26 +5,22 @@ loader process of rank 0. One device alone iterates it between its steps, as a D
 source whose shard sizes are known needs no reader: make_feed (feed.py) gives it to a LoaderFeed on every rank.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
-from uneven.config import Loading
 from uneven.data.batches import Collate, pin, to_device
-from uneven.data.epoch_order import seed_generators
-from uneven.data.keyed_dataset import WorkerStart
-from uneven.data.loader_context import LoaderContext, end_loaders_at_exit
+from uneven.data.epoch_order import random_states, seed_generators, set_random_states
+from uneven.data.loader_process import Loaders
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
-from uneven.data.reader import LocalReader, Reader, ReaderClient, ReaderServer, pack, unpack
+from uneven.data.reader import Extent, LocalReader, Reader, ReaderClient, ReaderServer, pack, unpack
 from uneven.data.sample_order import sample_keys
 from uneven.data.source import StreamSource, read_interleaved, start_epoch
 from uneven.data.tensors import Batch
@@ -46,24 +42,17 @@ class ReaderFeed:
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        device: torch.device,
-        seed: int,
-        batch_size: int,
-        num_workers: int = 0,
-        loading: Loading = Loading(),  # noqa: B008, immutable
-        *,
-        is_shuffled: bool = True,
+        self, dataset: Any, device: torch.device, batch_size: int, loaders: Loaders, *, is_shuffled: bool = True
     ) -> None:
-        self._dataset, self._device, self._seed, self._batch_size = dataset, device, seed, batch_size
-        self._num_workers, self._loading, self._is_shuffled = num_workers, loading, is_shuffled
-        if num_workers:
-            end_loaders_at_exit()
-        self._collate = Collate(loading.collate_fn)
-        self.place = "read in order by one loader process" if num_workers else "read in order by rank 0"
+        self._dataset = dataset
+        self._device = device
+        self._batch_size = batch_size
+        self._loaders = loaders
+        self._is_shuffled = is_shuffled
+        self._collate = Collate(loaders.loading.collate_fn)
+        self.place = "read in order by one loader process" if loaders.num_workers else "read in order by rank 0"
         self.lookahead = 2
-        self._asks: ReaderClient | LocalReader | None = None
+        self._client: ReaderClient | LocalReader | None = None
         self._reader: Reader | None = None  # on rank 0
         self._unanswered = 0  # ranges that were asked for and not received
         self._has_begun = False  # a stream: whoever begins another has left out the rest of its epoch
@@ -79,21 +68,19 @@ class ReaderFeed:
         address = b""
         if group.rank == 0:
             uses = group.world_size if is_shared else 1
-            threaded = group.world_size > 1 or self._num_workers > 0
+            threaded = group.world_size > 1 or self._loaders.num_workers > 0
             ahead = BATCHES_AHEAD * self._batch_size * group.world_size if threaded else 0
             self.lookahead = 2 if threaded else 0
-            length, start = axis.samples if has_end else None, axis.slot(first_slot)
-            reader = Reader(
-                self._pass(threaded),
+            start = axis.slot(first_slot)
+            extent = Extent(
                 axis.epochs,
-                length,
-                ahead=ahead,
-                uses=uses,
-                around=OwnRandom().used,
-                start=(start.epoch, start.first),
-                sizes=axis.sizes if isinstance(axis, StreamAxis) else [axis.samples] * start.epoch,
+                axis.samples if has_end else None,
+                (start.epoch, start.first),
+                axis.sizes if isinstance(axis, StreamAxis) else [axis.samples] * start.epoch,
             )
-            self._reader, self._asks = reader, LocalReader(reader)
+            reader = Reader(self._pass(threaded), extent, ahead=ahead, uses=uses, around=OwnRandom().used)
+            self._reader = reader
+            self._client = LocalReader(reader)
             self._close.append(reader.close)
             if group.world_size > 1:
                 connections = (group.world_size - 1) * (1 if has_end else 2)
@@ -102,8 +89,8 @@ class ReaderFeed:
                 axis.connect(reader.ends_within)
         address = gather_bytes(group, address)[0]
         if group.rank > 0:
-            self._asks = ReaderClient(address)
-            self._close.append(self._asks.close)
+            self._client = ReaderClient(address)
+            self._close.append(self._client.close)
             if isinstance(axis, StreamAxis):
                 ends = ReaderClient(address)  # a second connection: answers to the first are on their way
                 self._close.append(ends.close)
@@ -134,15 +121,15 @@ class ReaderFeed:
             yield part, [(self._batch(list(islice(samples, size))), size) for size in part.sizes]
 
     def _ask(self, part: Part) -> None:
-        assert self._asks is not None, "connected when the group has formed"
+        assert self._client is not None, "connected when the group has formed"
         if part.samples:
-            self._asks.send("take", part.slot.epoch, part.first, part.stop)
+            self._client.send("take", part.slot.epoch, part.first, part.stop)
             self._unanswered += 1
 
     def _receive(self) -> Any:
-        assert self._asks is not None, "connected when the group has formed"
+        assert self._client is not None, "connected when the group has formed"
         self._unanswered -= 1
-        return self._asks.receive()
+        return self._client.receive()
 
     def _leave_out(self, epoch: int) -> None:
         """What lies before this epoch is trained by nobody; answers that the last stream has not taken are of that."""
@@ -168,23 +155,13 @@ class ReaderFeed:
 
     def _pass(self, threaded: bool) -> Callable[[int], Iterator[Any]]:
         """Iterates over the samples of an epoch: here, or in a loader process."""
-        stream = OnePass(self._dataset, self._seed, self._is_shuffled)
-        if not self._num_workers:
+        stream = OnePass(self._dataset, self._loaders.seed, self._is_shuffled)
+        if not self._loaders.num_workers:
             return stream.read if threaded else stream.read_seeded
 
         def read(epoch: int) -> Iterator[Any]:
             stream.epoch = epoch
-            loader: DataLoader[Any] = DataLoader(
-                stream,
-                batch_size=None,
-                num_workers=1,
-                multiprocessing_context=LoaderContext(),  # not forked: the rank trains while this thread starts it
-                worker_init_fn=WorkerStart(self._loading.worker_init_fn, ends_with_rank=True),
-                prefetch_factor=self._loading.prefetch_factor,
-                timeout=self._loading.timeout,
-                generator=torch.Generator().manual_seed(self._seed),
-            )
-            for chunk in loader:
+            for chunk in self._loaders.open(stream, batch_size=None):
                 yield from unpack(chunk)
 
         return read
@@ -199,7 +176,10 @@ class OnePass(IterableDataset[bytes]):
     """
 
     def __init__(self, dataset: Any, seed: int, is_shuffled: bool = True, epoch: int = 0) -> None:
-        self.dataset, self.seed, self.is_shuffled, self.epoch = dataset, seed, is_shuffled, epoch
+        self.dataset = dataset
+        self.seed = seed
+        self.is_shuffled = is_shuffled
+        self.epoch = epoch
         self._arrays = MappedArrays()  # a loader process shares large ones
 
     def read(self, epoch: int) -> Iterator[Any]:
@@ -235,23 +215,13 @@ class OwnRandom:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        outside = _random_states()
-        _set_random_states(self._states or outside)
+        outside = random_states()
+        set_random_states(self._states or outside)
         try:
             yield
         finally:
-            self._states = _random_states()
-            _set_random_states(outside)
-
-
-def _random_states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+            self._states = random_states()
+            set_random_states(outside)
 
 
 def _ask(client: ReaderClient, question: tuple[int, ...]) -> int:

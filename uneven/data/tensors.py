@@ -6,7 +6,7 @@ transform runs on the training device, inside the captured step with `compile="g
 operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class TensorData:
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "transform", transform)
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], transform: Transform | None = None) -> "TensorData":
+        return cls(*tensors, transform=transform)
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 
@@ -65,10 +69,10 @@ class TensorData:
 
     def first(self, samples: int) -> "TensorData":
         """The first `samples` samples, sharing memory."""
-        return TensorData(*(t[:samples] for t in self.tensors), transform=self.transform)
+        return TensorData.of([t[:samples] for t in self.tensors], self.transform)
 
     def to(self, device: torch.device) -> "TensorData":
-        return TensorData(*(t.to(device) for t in self.tensors), transform=self.transform)
+        return TensorData.of([t.to(device) for t in self.tensors], self.transform)
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -39,9 +40,9 @@ def take_apart(
     dataset: Any, loading: Loading, settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> Pipeline:
     """The pipeline of a training set. `overrides` come from the command line: they replace what a DataLoader says."""
-    given = {**settings}
+    found = {**settings}
     if isinstance(dataset, DataLoader):
-        dataset, loading, given = _from_loader(dataset, loading, given)
+        dataset, loading, found = _from_loader(dataset, loading, found)
     for name, sampler in (("sampler", loading.sampler), ("batch_sampler", loading.batch_sampler)):
         _check_sampler(name, sampler)
     if loading.collate_fn is not None and not callable(loading.collate_fn):
@@ -51,12 +52,12 @@ def take_apart(
     if loading.sampler is not None and loading.batch_sampler is not None:
         raise InputError("sampler= and batch_sampler= are both given: each decides the order alone; leave one out")
     if loading.batch_sampler is not None:
-        given = _settings_of_batches(dataset, loading, given, overrides or {})
+        found = _settings_of_batches(dataset, loading, found, overrides or {})
     elif loading.sampler is not None:
-        if given.get("shuffle"):
+        if found.get("shuffle"):
             raise InputError("shuffle=True with sampler=: the sampler decides the order; leave shuffle out")
-        given["shuffle"] = False
-    return Pipeline(dataset, loading, given)
+        found["shuffle"] = False
+    return Pipeline(dataset, loading, found)
 
 
 def take_test_set(
@@ -77,8 +78,8 @@ def take_test_set(
     if not isinstance(test_set, DataLoader):
         collate_fn = collate_fn or (None if isinstance(test_set, TensorData) else train_collate_fn)
         return Evaluation(test_set, eval_step, every, batch_size, Loading(collate_fn=collate_fn))
-    given = {} if batch_size is None else {"batch_size": batch_size}
-    dataset, found, settings = _from_loader(test_set, Loading(collate_fn=collate_fn), given)
+    own_size = {} if batch_size is None else {"batch_size": batch_size}
+    dataset, found, settings = _from_loader(test_set, Loading(collate_fn=collate_fn), own_size)
     size: int = settings.get("batch_size", 1)
     indices: Any = None
     if found.sampler is not None or found.batch_sampler is not None:
@@ -95,7 +96,7 @@ def take_test_set(
     return Evaluation(dataset, eval_step, every, size, own, settings.get("num_workers", 0))
 
 
-def _from_loader(loader: "DataLoader[Any]", loading: Loading, given: dict[str, Any]) -> Pipeline:
+def _from_loader(loader: "DataLoader[Any]", loading: Loading, settings: dict[str, Any]) -> Pipeline:
     dataset: Any = loader.dataset
     _check_reading(loader)
     if loader.multiprocessing_context is not None:
@@ -119,30 +120,30 @@ def _from_loader(loader: "DataLoader[Any]", loading: Loading, given: dict[str, A
         persistent_workers=loader.persistent_workers,
         timeout=float(loader.timeout),
     )
-    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-    if batch_size is None and type(loader.batch_sampler) is BatchSampler:
-        # Written out by the user, it says no more than batch_size, sampler and drop_last do.
-        whole = loader.batch_sampler
-        sampler, batch_size, drop_last = whole.sampler, whole.batch_size, whole.drop_last
-    _settle(given, "num_workers", loader.num_workers or None)
+    # A BatchSampler that the user has written out says no more than batch_size, sampler and drop_last do.
+    is_written_out = loader.batch_size is None and type(loader.batch_sampler) is BatchSampler
+    source: Any = loader.batch_sampler if is_written_out else loader
+    sampler = source.sampler
+    batch_size: int | None = source.batch_size
+    _take_setting(settings, "num_workers", loader.num_workers or None)
     if batch_size is None and loader.batch_sampler is not None:
-        return Pipeline(dataset, replace(own, batch_sampler=loader.batch_sampler), given)
+        return Pipeline(dataset, replace(own, batch_sampler=loader.batch_sampler), settings)
     if batch_size is None:
         raise InputError(
             "DataLoader(batch_size=None): there the data set makes whole batches, which cannot be shared out over "
             "devices; let it return single samples and give a batch_size"
         )
-    _settle(given, "batch_size", batch_size)
-    _settle(given, "drop_last", drop_last or None)
+    _take_setting(settings, "batch_size", batch_size)
+    _take_setting(settings, "drop_last", source.drop_last or None)
     if isinstance(dataset, IterableDataset):
-        return Pipeline(dataset, own, given)
+        return Pipeline(dataset, own, settings)
     if type(sampler) is SequentialSampler and getattr(sampler, "data_source", None) is dataset:
-        _settle(given, "shuffle", False)
+        _take_setting(settings, "shuffle", False)
     elif _is_plain_shuffle(sampler, dataset):
-        _settle(given, "shuffle", True)
+        _take_setting(settings, "shuffle", True)
     else:
         own = replace(own, sampler=sampler)
-    return Pipeline(dataset, own, given)
+    return Pipeline(dataset, own, settings)
 
 
 def _check_reading(loader: "DataLoader[Any]") -> None:
@@ -166,14 +167,14 @@ def _check_reading(loader: "DataLoader[Any]") -> None:
             )
 
 
-def _settle(given: dict[str, Any], name: str, value: Any) -> None:
+def _take_setting(settings: dict[str, Any], name: str, value: Any) -> None:
     """Take a setting from the DataLoader; InputError where the caller gave another value."""
     if value is None:
         return
-    if given.setdefault(name, value) != value:
+    if settings.setdefault(name, value) != value:
         raise InputError(
-            f"{name}={given[name]!r} and DataLoader({name}={value!r}): two values for one setting; leave {name}= out, "
-            "or make them equal"
+            f"{name}={settings[name]!r} and DataLoader({name}={value!r}): two values for one setting; leave {name}= "
+            "out, or make them equal"
         )
 
 
@@ -205,10 +206,10 @@ def _check_sampler(name: str, sampler: Any) -> None:
 
 
 def _settings_of_batches(
-    dataset: Any, loading: Loading, given: dict[str, Any], overrides: Mapping[str, Any]
+    dataset: Any, loading: Loading, settings: dict[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Settings for a batch sampler, each of whose batches is one optimizer step, of all ranks or of one."""
-    wanted = {**given, **overrides}
+    wanted = {**settings, **overrides}
     for name in ("batch_size", "global_batch_size", "accumulate", "drop_last", "shuffle"):
         if wanted.get(name) not in (None, False) and (name, wanted[name]) != ("accumulate", 1):
             raise InputError(
@@ -220,7 +221,7 @@ def _settings_of_batches(
     sizes = {"batch_size": largest, "shuffle": False}
     if wanted.get("policy", "balanced") not in LOCAL_POLICIES:
         sizes["global_batch_size"] = largest
-    return {**given, **sizes}
+    return {**settings, **sizes}
 
 
 def _length(dataset: Any) -> int:
@@ -231,5 +232,5 @@ def _length(dataset: Any) -> int:
 
 def _subset(dataset: Any, indices: list[int]) -> Any:
     if isinstance(dataset, TensorDataset) and is_gathered(dataset):
-        return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
+        return torch.utils.data.TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
     return Subset(dataset, indices)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from uneven.data.pickling import MAPPED_BYTES, give_mapped, key_of_memmap
-from uneven.data.torch_modes import TorchModes
+from uneven.data.script_settings import TorchModes
 from uneven.errors import MachineError
 from uneven.files import why_not_written
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from uneven import Ddp, InputError, fit
 from uneven.config import Evaluation, Loading, Task, resolve
-from uneven.data.reader import Reader, unpack
+from uneven.data.reader import Extent, Reader, unpack
 from uneven.data.stream import OnePass, OwnRandom
 from uneven.launch.checks.settings import check_streams
 
@@ -130,7 +130,7 @@ def test_random_samples_are_the_same_wherever_they_are_read_apart_from_training(
     """One device reads between its steps, a loader process in pickled chunks; both are seeded by (seed, epoch)."""
     one_pass = OnePass(Random(), seed=5, epoch=1)
     before = torch.get_rng_state()
-    reader = Reader(one_pass.read_seeded, 2, around=OwnRandom().used)
+    reader = Reader(one_pass.read_seeded, Extent(2), around=OwnRandom().used)
     reader.take(0, 0, 40)
     here = [*reader.take(1, 0, 13), *reader.take(1, 13, 40)]
     assert torch.equal(before, torch.get_rng_state()), "reading moved the generators of the training"

@@ -13,10 +13,10 @@ from pathlib import Path
 from uneven.comm.segment import why_impossible
 from uneven.comm.torch_group import has_nccl
 from uneven.config import RunConfig, Task, check_task, is_stream
-from uneven.data.changed_settings import refuse_changed_settings
-from uneven.data.check_batch import check_batch
+from uneven.data.batches import check_batch
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.replay import read_global_batch, read_log
+from uneven.data.script_settings import refuse_changed_settings
 from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder

@@ -6,7 +6,7 @@ trial: no random numbers drawn, nothing printed, no memory, no process, not even
 is not run: it may write somewhere. What the trial does not find, the ranks do.
 
 What the functions made is compared in rank 0 (launch/rank.py): the ranks import the user's modules anew. A setting that
-the script has changed there is refused (data/changed_settings.py); an object is not compared, so that a model or an
+the script has changed there is refused (data/script_settings.py); an object is not compared, so that a model or an
 optimizer may be another one than the script means. That is no error: a function may ask for the world size, which only
 a rank knows.
 """

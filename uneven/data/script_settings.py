@@ -1,8 +1,9 @@
-"""Refuses to start processes where the script has changed a setting in another module (`config.hidden = 16`).
+"""What a script has set in its process, for those that do not run it: ranks of `fit`, and loader processes of ranks.
 
-The ranks of `fit` and the loader processes of a rank do not run the script: they import the user's modules anew, and
-would go on with what is written in the file, without a word. A changed width shows in the model; a value like
-`config.label_smoothing` shows nowhere. Asked where a process is described (launch/payload.py, data/keyed_dataset.py).
+They import the user's modules anew. What is set for all of torch, such as the default dtype, goes with them: without it
+a model made in float64 was trained in float32, without a word. A setting that the script has changed in another module
+(`config.hidden = 16`) is refused: a changed width shows in the model; a value like `config.label_smoothing` shows
+nowhere. Both are asked where a process is described (launch/payload.py, data/loader_process.py).
 
 A setting is what the file assigns once, as a literal, to a public name of the module or of a class in it. What a module
 computes for its own process (a rank, a path, a time), and what its functions change themselves (by `global`, or in a
@@ -19,7 +20,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from uneven.errors import InputError
 from uneven.files import is_users_code
@@ -126,3 +129,37 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield node.id
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield from _stored(ast.iter_child_nodes(node))
+
+
+class TorchModes(NamedTuple):
+    """Seeds, threads and the default device are not among them: each rank has its own."""
+
+    default_dtype: torch.dtype
+    is_deterministic: bool
+    only_warns: bool  # where something has no deterministic form
+    has_deterministic_cudnn: bool
+    detects_anomalies: bool
+    checks_nan: bool  # in doing so
+
+    @classmethod
+    def read(cls) -> "TorchModes":
+        return cls(
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            bool(torch.backends.cudnn.deterministic),
+            torch.is_anomaly_enabled(),
+            torch.is_anomaly_check_nan_enabled(),
+        )
+
+    def set(self) -> None:
+        """What differs and nothing else: use_deterministic_algorithms imports torch's compiler, which takes seconds."""
+        now = TorchModes.read()
+        if self.default_dtype != now.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if (self.is_deterministic, self.only_warns) != (now.is_deterministic, now.only_warns):
+            torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+        if self.has_deterministic_cudnn != now.has_deterministic_cudnn:
+            torch.backends.cudnn.deterministic = self.has_deterministic_cudnn
+        if (self.detects_anomalies, self.checks_nan) != (now.detects_anomalies, now.checks_nan):
+            torch.autograd.set_detect_anomaly(self.detects_anomalies, self.checks_nan)

@@ -1,8 +1,9 @@
-"""The multiprocessing contexts of DataLoaders; a rank's loader processes are never forked from the rank itself.
+"""DataLoaders and their processes: what they read, how they start, and how they end.
 
-A rank has threads (process group, averaging, heartbeat). A fork while one of them holds a lock leaves that lock held
-forever in the child, and the child hangs. So loader processes come from a fork server, a separate process with a
-single thread. Unlike the standard fork server it never runs the user's script again, even without a `__main__` guard
+A rank's loader processes are never forked from the rank itself. A rank has threads (process group, averaging,
+heartbeat). A fork while one of them holds a lock leaves that lock held forever in the child, and the child hangs. So
+loader processes come from a fork server, a separate process with a single thread. Unlike the standard fork server it
+never runs the user's script again, even without a `__main__` guard
 (test_loader_processes_of_a_rank_do_not_run_the_script_again).
 """
 
@@ -13,12 +14,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from uneven.config import Loading
+from uneven.data.epoch_order import seed_generators
+from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
+from uneven.data.script_settings import TorchModes, refuse_changed_settings
 
 READING_S = 5.0  # for a loader process that is inside a function of the user's, before it is killed
 AGAIN_S = 0.1
@@ -131,3 +141,93 @@ def _hidden_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """How the DataLoaders of a data set are made: they read in this process, or in `num_workers` loader processes."""
+
+    num_workers: int
+    loading: Loading
+    seed: int
+    is_rank: bool  # whose loader processes are not forked
+
+    def __post_init__(self) -> None:
+        if self.num_workers:
+            end_loaders_at_exit()
+
+    @property
+    def ahead(self) -> int:
+        """How many batches loader processes read ahead."""
+        factor = self.loading.prefetch_factor
+        return (2 if factor is None else factor) * self.num_workers
+
+    def open(self, dataset: Any, **options: Any) -> DataLoader[Any]:
+        """A DataLoader with these options: batch_size or batch_sampler, collate_fn, pin_memory, persistent_workers."""
+        loading, has_workers = self.loading, self.num_workers > 0
+        context = None if not has_workers else LoaderContext() if self.is_rank else ForkedContext()
+        return DataLoader(
+            dataset,
+            num_workers=self.num_workers,
+            generator=torch.Generator().manual_seed(self.seed),  # otherwise it would draw from the default generator
+            multiprocessing_context=context,
+            worker_init_fn=WorkerStart(loading.worker_init_fn, self.is_rank),
+            prefetch_factor=loading.prefetch_factor if has_workers else None,
+            timeout=loading.timeout if has_workers else 0.0,
+            **options,
+        )
+
+
+class KeyedDataset(Dataset[Any]):
+    """Reads sample `index` after seeding every random generator with `key` (None: not seeded).
+
+    Pickled for a loader process that is not forked, it shares its large arrays with that process.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._arrays = MappedArrays()
+
+    def __getitem__(self, pick: tuple[int, int | None]) -> Any:
+        index, key = pick
+        if key is not None:
+            seed_generators(key)
+        return self.dataset[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The data set's class may be defined in the user's script, which a loader process does not import.
+        return _unpickle_keyed, (dumps(self.dataset, self._arrays.take),)
+
+
+def _unpickle_keyed(pickled: bytes) -> KeyedDataset:
+    return KeyedDataset(loads(pickled, give_mapped))
+
+
+class WorkerStart:
+    """The worker_init_fn of our DataLoaders: `ends_with_rank`, for a process not forked; then the user's own function.
+
+    `torch.utils.data.get_worker_info().dataset` is the user's data set there, as in any DataLoader.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], Any] | None, ends_with_rank: bool) -> None:
+        self._worker_init_fn, self._ends_with_rank = worker_init_fn, ends_with_rank
+
+    def __call__(self, worker: int) -> None:
+        outlive_sigterm()
+        if self._ends_with_rank:
+            end_with_parent(worker)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, KeyedDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        refuse_changed_settings("loader processes", "pass it to the data set as an argument, or use num_workers=0")
+        return _unpickle_start, (TorchModes.read(), dumps(self._worker_init_fn), self._ends_with_rank)
+
+
+def _unpickle_start(modes: TorchModes, pickled: bytes, ends_with_rank: bool) -> WorkerStart:
+    """In a loader process that was not forked: nothing has set torch's modes yet."""
+    modes.set()
+    return WorkerStart(loads(pickled), ends_with_rank)

@@ -1,4 +1,4 @@
-"""Which values of a module count as settings that a script has changed: they are refused by name."""
+"""What a script has set: torch's modes are read and set; values of a module that it has changed are refused by name."""
 
 import importlib
 import sys
@@ -8,9 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from uneven import InputError
-from uneven.data.changed_settings import refuse_changed_settings
+from uneven.data.script_settings import TorchModes, refuse_changed_settings
 
 SOURCE = """
 import os
@@ -140,3 +141,32 @@ def test_broken_files_are_left_out(imported: Callable[[str], ModuleType]) -> Non
     Path(str(module.__file__)).write_text("value = (")
     module.value = 2
     check()
+
+
+@pytest.fixture
+def plain() -> TorchModes:
+    return TorchModes.read()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        lambda: setattr(torch.backends.cudnn, "deterministic", True),
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ],
+)
+def test_every_mode_is_read_and_set(change: Callable[[], object], plain: TorchModes) -> None:
+    try:
+        change()
+        changed = TorchModes.read()
+        assert changed != plain
+        plain.set()
+        assert TorchModes.read() == plain
+        changed.set()
+        assert TorchModes.read() == changed
+    finally:
+        plain.set()
