@@ -77,9 +77,7 @@ def test_an_installed_module_is_found() -> None:
     [
         ("shop/train.py", "-m shop/train.py: a module is named without its folder and '.py', as in -m shop.train"),
         ("train.py", "as in -m train$"),
-        ("shop.trian", "-m shop.trian: there is no such module in this folder.*; did you mean -m shop.train?"),
-        ("besides", "did you mean -m beside?"),
-        ("shopp.train", "there is no package shopp .*; did you mean -m shop.train?"),
+        ("shop.trian", "-m shop.trian: there is no such module in this folder"),
         ("nowhere.train", "-m nowhere.train: there is no package nowhere in this folder"),
         ("beside.train", "there is no package beside"),
         ("shop.jobs", "-m shop.jobs: a package without __main__.py; name a module in it, as in -m shop.jobs.train"),
@@ -97,15 +95,12 @@ def test_a_name_that_is_no_module_is_refused(name: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("shop/trian.py", "'shop/trian.py': there is no such file; did you mean shop/train.py?"),
-        ("besides.py", "did you mean beside.py?"),
-        ("beside", "did you mean beside.py?"),
-        ("absent.py", "there is no such file; give its path, as in ./train.py"),
-        ("nowhere/train.py", "give its path"),
+        ("shop/trian.py", "'shop/trian.py': there is no such file; give its path"),
+        ("shop", "is a folder; name the script in it"),
     ],
 )
 @pytest.mark.usefixtures("project")
-def test_a_script_that_is_not_there_is_refused_with_the_one_that_was_meant(name: str, told: str) -> None:
+def test_a_script_that_is_not_there_is_refused(name: str, told: str) -> None:
     with pytest.raises(InputError, match=told.replace("?", "[?]")):
         refuse_no_file(Path(name))
 

@@ -26,6 +26,7 @@ from uneven.launch.heartbeat import (
     SIGNAL_KEY,
     STAY,
     Heartbeat,
+    HeartbeatCalls,
     handed_key,
     heartbeat_key,
     leave_key,
@@ -60,9 +61,8 @@ class Launcher:
         member, where = MEMBERS[number], {"host": "127.0.0.1", "port": self.port}
         environment = LaunchEnvironment("fit", number, 3, number, 3, member=member, **where)  # type: ignore[arg-type]
         place = RankPlace(environment, ROSTER)
-        told = (dict, lambda _: None, lambda: None)  # nothing to say, and nothing but generations to hear
-        heard = {"on_generation": place.hear, "on_leave": place.leave}
-        self._heartbeats.append(Heartbeat(environment.connect(""), member, *told, **heard))  # type: ignore[arg-type]
+        calls = HeartbeatCalls(on_generation=place.hear, on_leave=place.leave)
+        self._heartbeats.append(Heartbeat(environment.connect(""), member, calls))
         self.places.append(place)
         return place
 
@@ -353,12 +353,12 @@ def test_a_rank_is_asked_to_leave_hands_in_and_goes_or_stays_with_the_others(lau
 
 def test_a_rank_of_a_joined_machine_tells_of_a_sigterm_and_does_not_stop_the_run(launcher: Launcher) -> None:
     member = "mini/cpu/z"
-    told: tuple[Any, ...] = (dict, lambda _: None, lambda: None, lambda: None, lambda: True)
-    beat = Heartbeat(launcher.store, member, *told, is_guest=True)
+    calls = HeartbeatCalls(read_signal=lambda: 1)
+    beat = Heartbeat(launcher.store, member, calls, is_guest=True)
     beat.close()
     assert json.loads(launcher.store.get(heartbeat_key(member)))["terminated"]
     assert get_text(launcher.store, SIGNAL_KEY) is None
-    own = Heartbeat(launcher.store, member, *told)
+    own = Heartbeat(launcher.store, member, calls)
     own.close()
     assert get_text(launcher.store, SIGNAL_KEY) is not None
     two = Roster(parse_devices("cpu,cpu"), (0, 1), ("pc", "mini"))

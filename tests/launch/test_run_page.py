@@ -12,7 +12,7 @@ from uneven import TrainedState, fit
 from uneven.config import resolve
 from uneven.errors import MachineError
 from uneven.hardware.interference import Interference
-from uneven.launch import run_page
+from uneven.launch import ended
 from uneven.timeline.timeline import LEFT, Ended, RunFacts
 
 
@@ -20,8 +20,8 @@ def test_a_page_is_written_or_a_line_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run_page, "write_page", lambda path, *given: written.append((path, *given)))
-    monkeypatch.setattr(run_page, "find_spec", lambda _: object())
+    monkeypatch.setattr(ended, "write_page", lambda path, *given: written.append((path, *given)))
+    monkeypatch.setattr(ended, "find_spec", lambda _: object())
     out = tmp_path / "a"
     state = fit(
         model=make, optimizer=make_optimizer, step=step, dataset=SAMPLES, batch_size=32, epochs=1, devices="cpu",
@@ -35,7 +35,7 @@ def test_a_page_is_written_or_a_line_says_why_not(
     assert "timeline.html" not in capsys.readouterr().err
 
     def leave() -> list[str]:
-        return run_page.leave_page(state, timeline, resolve({"batch_size": 32, "epochs": 1}), out)
+        return ended.leave_page(state, timeline, resolve({"batch_size": 32, "epochs": 1}), out)
 
     assert leave() == []
     for error, why in ((MachineError("no space left"), "no space left"), (KeyError("x"), "KeyError: 'x'")):
@@ -43,9 +43,9 @@ def test_a_page_is_written_or_a_line_says_why_not(
         def fail(*_: Any, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(run_page, "write_page", fail)
+        monkeypatch.setattr(ended, "write_page", fail)
         assert leave() == [f"no timeline.html: {why}"]
-    monkeypatch.setattr(run_page, "find_spec", lambda _: None)
+    monkeypatch.setattr(ended, "find_spec", lambda _: None)
     assert leave() == ["no timeline.html: bokeh is not installed; pip install 'uneven[pages]'"]
     monkeypatch.setenv("UNEVEN_PAGES", "0")
     assert leave() == []
@@ -59,7 +59,7 @@ def test_the_cards_name_everyone_who_took_part_and_what_is_of_this_part_of_the_r
     timeline = replace(states, lanes=lanes, run=RunFacts(7, 1000, busy))
     state = TrainedState({}, {}, samples=1350, timeline=timeline)
     config = resolve({"batch_size": 32, "epochs": 1, "policy": "async"})
-    assert run_page.facts_of(state, timeline, config) == {
+    assert ended.facts_of(state, timeline, config) == {
         "devices": "cpu@0, cpu@1 (left)",
         "policy": "async",
         "samples": "1,350, 350 since it was resumed",

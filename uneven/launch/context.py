@@ -32,7 +32,7 @@ from uneven.launch.external.meeting import assemble, await_all, tell_refusal
 from uneven.launch.external.placement import Placement, name_devices, take_cores
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.first_group import form_first_group
-from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
+from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, HeartbeatCalls, beat
 from uneven.launch.membership import has_crowd
 from uneven.launch.rank_place import NOT_OVER, RankPlace
 from uneven.launch.requests import GRACE_S, Requests
@@ -205,16 +205,24 @@ class ProcessContext:
 
         worker = self._worker = Worker(task, config, rank_info, join, requests, report)
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
-            told = newcomer.describe_run(self.environment, self._runs + 1, worker, self._shared, self.starts)
-            check = partial(newcomer.check_newcomer, self.environment, worker)
-            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, output, told, check, enter)
+            run = self._runs + 1
+            worker.membership = self.ranks.join(
+                run,
+                rank_info,
+                config,
+                output,
+                facts=newcomer.describe_run(self.environment, run, worker, self._shared, self.starts),
+                before_enter=partial(newcomer.check_newcomer, self.environment, worker),
+                on_entered=enter,
+            )
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
         """Those of the run for a process that joins it, once it has begun, or RefusedError; else `config` itself."""
         if self.ranks.is_newcomer:
             facts = newcomer.await_facts(self.environment.connect(""))
-            self._shared, self.starts, config = facts["shared"], facts["starts"], newcomer.adopt_settings(config, facts)
+            self._shared, self.starts = facts["shared"], facts["starts"]
+            return newcomer.adopt_settings(config, facts)
         return config
 
     def _has_watch(self, rank_info: RankInfo) -> bool:
@@ -296,12 +304,13 @@ class ProcessContext:
     def leave_group(self) -> None:
         """Training is over. A stop request still goes to the run until its results are saved, and `end_saving` says so:
         a rank stops with its peers, and hears of the request up to a heartbeat later."""
-        for opened in (self._peers, self.leader, self._progress):
-            if opened is not None:
-                opened.close()
+        for connection in (self._peers, self.leader, self._progress):
+            if connection is not None:
+                connection.close()
         self._peers = self._progress = self._output = None
         self.status.leave(self._worker)
-        rank_info, worker, self._rank_info, self._worker = self._rank_info, self._worker, None, None
+        rank_info, self._rank_info = self._rank_info, None
+        worker, self._worker = self._worker, None
         self.ranks.leave_run(worker, has_formed=rank_info is not None)
         if rank_info is not None:
             rank_info.group.close()
@@ -314,10 +323,17 @@ class ProcessContext:
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
-        store, read_signal, ranks = self.environment.connect(""), partial(first_received, self.signals), self.ranks
-        heard = (self.request_stop, on_orphaned, self.request_save, read_signal, ranks.hear, ranks.leave)
-        about = (lambda: {**self.show(), **read_status()}, *heard)
-        self._heartbeat = Heartbeat(store, self.member, *about, is_guest=ranks.is_guest)
+        calls = HeartbeatCalls(
+            read_status=lambda: {**self.show(), **read_status()},
+            on_stop=self.request_stop,
+            on_orphaned=on_orphaned,
+            on_save=self.request_save,
+            read_signal=lambda: first_received(self.signals),
+            on_generation=self.ranks.hear,
+            on_leave=self.ranks.leave,
+        )
+        store = self.environment.connect("")
+        self._heartbeat = Heartbeat(store, self.member, calls, is_guest=self.ranks.is_guest)
 
     def show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""

@@ -3,29 +3,35 @@
 Called on every rank by launch/run.py, and for a loop of the user's own by api/fit.py; only the first rank writes.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from uneven.config import RunConfig
-from uneven.errors import MachineError
+from uneven.errors import InputError, MachineError
 from uneven.files import folder_error
 from uneven.format import format_count
 from uneven.hardware.interference import Interference
 from uneven.launch.predicted import record_outcome
 from uneven.launch.results_file import tell_result
-from uneven.launch.run_page import leave_page
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.cold_start import cold_starts, describe_cold_starts
 from uneven.timeline.export import save_timeline
 from uneven.timeline.links import describe_links, machine_links
+from uneven.timeline.page import write_page
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
 from uneven.timeline.verdict import NO_COMPARISON
+
+PAGE = "timeline.html"
+PAGES_SWITCH = "UNEVEN_PAGES"  # 0 in the environment: no pages, for programs of many short runs
+NO_BOKEH = f"no {PAGE}: bokeh is not installed; pip install 'uneven[pages]'"
 
 
 def save_results(
@@ -124,3 +130,36 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
             "times the fastest device; estimated from the warm-up, 'uneven bench efficiency' measures it"
         )
     return lines
+
+
+def leave_page(state: TrainedState, timeline: Timeline, config: RunConfig, out: Path) -> list[str]:
+    """Write the page of the run, made of its timeline: it never fails a run. Lines where it could not be written."""
+    if os.environ.get(PAGES_SWITCH) == "0":
+        return []
+    if find_spec("bokeh") is None:
+        return [NO_BOKEH]
+    try:
+        facts, title = facts_of(state, timeline, config), f"Run {out.resolve().name}"
+        write_page(out / PAGE, timeline, state.history, title, facts)
+    except (InputError, MachineError) as error:
+        return [f"no {PAGE}: {error}"]
+    except Exception as error:  # drawing is no part of training: whatever it meets, the results are saved
+        return [f"no {PAGE}: {type(error).__name__}: {error}".partition("\n")[0]]
+    return []
+
+
+def facts_of(state: TrainedState, timeline: Timeline, config: RunConfig) -> dict[str, str]:
+    """One per card: who took part, and what was trained in this part of the run."""
+    gone = {lane.rank: f" ({lane.ended.how})" for lane in timeline.lanes if lane.ended is not None}
+    before = timeline.run.samples_before
+    facts = {
+        "devices": ", ".join(lane.device + gone.get(lane.rank, "") for lane in timeline.lanes),
+        "policy": config.policy if len(timeline.lanes) > 1 else "one device",
+        "samples": f"{state.samples:,}" + (f", {state.samples - before:,} since it was resumed" if before else ""),
+        "training": f"{timeline.training_s:.1f} s" + (" since then" if before else ""),
+    }
+    if timeline.run.is_disturbed:
+        facts["speed"] = "disturbed by other programs"
+    if not timeline.is_one_machine:
+        facts["machines"] = ", ".join(machine.host for machine in timeline.machines)
+    return facts

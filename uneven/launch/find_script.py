@@ -3,10 +3,7 @@
 A module is found without importing it or the packages around it: the launcher runs nothing of the user's.
 """
 
-import difflib
-import pkgutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -75,10 +72,10 @@ def find_module(name: str, args: Sequence[str] = ()) -> Script:
     for depth, part in enumerate(inner):
         if spec is None or spec.submodule_search_locations is None:
             missing = ".".join([top, *inner[:depth]])
-            raise InputError(f"-m {name}: there is no package {missing} {where}{_meant_module(missing, inner[depth:])}")
+            raise InputError(f"-m {name}: there is no package {missing} {where}")
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     if spec is None:
-        raise InputError(f"-m {name}: there is no such module {where}{_meant_module(name)}")
+        raise InputError(f"-m {name}: there is no such module {where}")
     if spec.submodule_search_locations is not None:
         spec = PathFinder.find_spec("__main__", list(spec.submodule_search_locations))
         if spec is None:
@@ -97,26 +94,9 @@ def _find_top(name: str) -> ModuleSpec | None:
         return None
 
 
-def _meant_module(missing: str, inner: Sequence[str] = ()) -> str:
-    """The module or package beside the missing one that its name is closest to, with the part of the name behind it."""
-    *packages, last = missing.split(".")
-    folders = [str(Path.cwd().joinpath(*packages))]
-    close = difflib.get_close_matches(last, [module.name for module in pkgutil.iter_modules(folders)], n=1)
-    return f"; did you mean -m {'.'.join([*packages, *close, *inner])}?" if close else ""
-
-
 def refuse_no_file(script: Path) -> None:
     """InputError for a script that is not there, or is a folder."""
     if script.is_dir():
         raise InputError(f"script {str(script)!r} is a folder; name the script in it, as in {script / 'train.py'}")
     if not script.is_file():
-        raise InputError(f"script {str(script)!r}: there is no such file; {_meant_file(script)}")
-
-
-def _meant_file(script: Path) -> str:
-    """The script beside it that its name is closest to."""
-    stems: list[str] = []
-    with suppress(OSError):  # there is no such folder, or it cannot be read
-        stems = [path.stem for path in script.parent.iterdir() if path.suffix == ".py" and path.is_file()]
-    close = difflib.get_close_matches(script.stem, stems, n=1)
-    return f"did you mean {script.parent / close[0]}.py?" if close else "give its path, as in ./train.py"
+        raise InputError(f"script {str(script)!r}: there is no such file; give its path, as in ./train.py")

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from uneven.comm.store import Store, get_text
@@ -57,39 +58,36 @@ def settled_key(generation: int, member: str) -> str:
     return f"settled/{generation}/{member}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatCalls:
+    """What a heartbeat reads of its rank, and what it calls there, on its own thread."""
+
+    read_status: Callable[[], dict[str, Any]] = dict
+    on_stop: Callable[[bool], None] = lambda _: None  # once; whether it is a SIGTERM
+    on_orphaned: Callable[[], None] = lambda: None  # there is no launcher any more
+    on_save: Callable[[], None] = lambda: None  # whenever another checkpoint is asked for
+    read_signal: Callable[[], int] = lambda: 0  # one that this process has got
+    on_generation: Callable[[str], None] = lambda _: None  # the text of a new roster
+    on_leave: Callable[[bool], None] = lambda _: None  # whether this rank is to leave, whenever that changes
+
+
 class Heartbeat:
-    """Writes `read_status()` under the member's key until `close()`; calls `on_stop(is_terminated)` once when asked to.
+    """Writes the rank's status under the member's key until `close()`, and passes on what is asked of it.
 
     Once `read_signal()` is not 0, the launcher is asked to stop all ranks. A guest's status says so instead: its
     machine has joined, and it alone is to leave.
-    `on_save` is called whenever another checkpoint is asked for, `on_generation` with the text of a new roster,
-    `on_leave` with whether this rank is to leave, whenever that changes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        member: str,
-        read_status: Callable[[], dict[str, Any]],
-        on_stop: Callable[[bool], None],
-        on_orphaned: Callable[[], None],
-        on_save: Callable[[], None] = lambda: None,
-        read_signal: Callable[[], int] = lambda: 0,
-        on_generation: Callable[[str], None] = lambda _: None,
-        on_leave: Callable[[bool], None] = lambda _: None,
-        *,
-        is_guest: bool = False,
-    ) -> None:
-        self._store = store
+    def __init__(self, store: Store, member: str, calls: HeartbeatCalls, *, is_guest: bool = False) -> None:
+        self._store, self._calls = store, calls
         self._key = heartbeat_key(member)
-        self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
-        self._on_save, self._saves, self._read_signal = on_save, "0", read_signal
-        self._on_generation, self._generation = on_generation, "0"
-        self._on_leave, self._leave_key, self._is_leaving = on_leave, leave_key(member), False
-        self._was_stop_read, self._is_guest = False, is_guest
-        self._closed = threading.Event()
-        self._has_ended, self._sending = False, threading.Lock()  # one newer status after the other
+        self._leave_key = leave_key(member)
+        self._is_guest = is_guest
+        self._saves = self._generation = "0"
+        self._is_leaving = self._was_stop_read = self._has_ended = False
         self._count = 0
+        self._sending = threading.Lock()  # one newer status after the other
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="uneven-heartbeat", daemon=True)
         self._thread.start()
 
@@ -113,7 +111,7 @@ class Heartbeat:
     def _exchange(self) -> None:
         try:
             self._send()
-            if not self._was_stop_read and not self._is_guest and (number := self._read_signal()):
+            if not self._was_stop_read and not self._is_guest and (number := self._calls.read_signal()):
                 self._store.set(SIGNAL_KEY, str(int(number)))
             stop = None if self._was_stop_read else get_text(self._store, STOP_KEY)
             saves = get_text(self._store, SAVE_KEY) or "0"
@@ -121,30 +119,30 @@ class Heartbeat:
             is_leaving = get_text(self._store, self._leave_key) == LEAVE
             roster = "" if generation == self._generation else get_text(self._store, roster_key(int(generation))) or ""
         except RuntimeError:
-            self._on_orphaned()
+            self._calls.on_orphaned()
             return
         if roster:
             self._generation = generation
-            self._on_generation(roster)
+            self._calls.on_generation(roster)
         if is_leaving != self._is_leaving:
             self._is_leaving = is_leaving
-            self._on_leave(is_leaving)
+            self._calls.on_leave(is_leaving)
         if stop is not None:
             self._was_stop_read = True
-            self._on_stop(stop == TERMINATED)
+            self._calls.on_stop(stop == TERMINATED)
         if saves != self._saves:
             self._saves = saves
-            self._on_save()
+            self._calls.on_save()
 
     def _send(self) -> None:
         with self._sending:
             self._count += 1
             # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
             known = {"count": self._count, "was_stop_read": self._was_stop_read}
-            status = {**known, **self._read_status()}
+            status = {**known, **self._calls.read_status()}
             if self._has_ended:
                 status["has_ended"] = True
-            if self._is_guest and self._read_signal():
+            if self._is_guest and self._calls.read_signal():
                 status["terminated"] = True
             self._store.set(self._key, json.dumps(status))
 

@@ -30,10 +30,10 @@ def take_handed() -> Mapping[str, Any] | None:
 def achieved(plan: Mapping[str, Any], state: TrainedState, timeline: Timeline) -> dict[str, Any] | None:
     """What the run reached since its last start, beside what was predicted; None where it trained nothing."""
     predicted = plan["predicted"]
-    seconds, samples, speed = timeline.training_s, state.samples_since_start, timeline.samples_per_s
+    samples, speed = state.samples_since_start, timeline.samples_per_s
     if not speed:
         return None
-    per_epoch = seconds * predicted["samples_per_epoch"] / samples
+    per_epoch = timeline.training_s * predicted["samples_per_epoch"] / samples
     return {
         "seconds_per_epoch": per_epoch,
         "samples_per_s": speed,

@@ -23,7 +23,7 @@ from uneven.errors import NOTHING_TRAINED, InputError, Left, RankError, StoppedE
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
-from uneven.launch.checks.preflight import prepare
+from uneven.launch.checks.preflight import Prepared, prepare
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
 from uneven.launch.control.listing import STOPPED, describe_result
@@ -51,9 +51,7 @@ class Run:
     def __init__(
         self,
         body: Body,
-        config: RunConfig,
-        devices: tuple[Device, ...],
-        reporter: Reporter,
+        prepared: Prepared,
         context: ProcessContext,
         start: Start,
         plan: Mapping[str, Any] | None = None,
@@ -61,10 +59,11 @@ class Run:
         """`plan`: what was predicted for it (launch/predicted.py)."""
         self._body, self._plan = body, plan
         self._context = context
-        self._config = config
-        self._devices = devices
-        self._reporter = reporter
-        self._requests, self._stoppable, self._start = start.requests, start.stoppable, start
+        self._config = prepared.config
+        self._devices = prepared.devices
+        self._reporter = prepared.reporter
+        self._start = start
+        self._requests, self._stoppable = start.requests, start.stoppable
         self._is_saved = False  # for a caller that was interrupted
         self._is_joined = False  # the main thread waits for the end, and learns how it came
         # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
@@ -72,7 +71,7 @@ class Run:
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
         self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        reporter.listeners.append(self._epochs.put)
+        self._reporter.listeners.append(self._epochs.put)
         # A daemon: a caller that ends without joining must not leave the process training on.
         self._thread = threading.Thread(target=self._run_body, name="uneven-run", daemon=True)
         atexit.register(self._stop_at_exit)
@@ -304,13 +303,13 @@ def _launch(
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
     if (finished := prepared.finished) is not None:
-        return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context, start)
+        return Run(lambda *_: finished, prepared, context, start)
     starts_ranks = context.is_alone and needs_ranks(devices)
     start.list_run(context, prepared.reporter, prepared.config, None if starts_ranks else devices)
     on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
     train = on_ranks if starts_ranks else partial(_train_in_process, context)
     body = partial(train, replace(task, made=prepared.made), prepared.config, devices)
-    return Run(body, prepared.config, devices, prepared.reporter, context, start, plan)
+    return Run(body, prepared, context, start, plan)
 
 
 def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ would be shared: `uneven run` refuses it. The answer is "no" only where it is ce
 import ast
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -58,21 +59,16 @@ def _imported(tree: ast.Module) -> Iterator[str | None]:
             if (package, modules[:1]) != ("uneven", ["data"]):  # it only reads data sets, as the plain examples do
                 yield package
         elif isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute)
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in COMPUTED and not _is_model_eval(node):
+            if called in COMPUTED and not (is_method and called == "eval" and not node.args):  # model.eval()
                 yield None
-
-
-def _is_model_eval(call: ast.Call) -> bool:
-    """`model.eval()` and `net.eval()` evaluate no text."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "eval" and not call.args
 
 
 def _files_of(name: str, folder: Path) -> list[Path] | None:
     """The user's own files that an import reaches; None where it may lead to uneven and cannot be followed."""
-    is_beside = (folder / f"{name}.py").exists() or (
-        folder / name
-    ).is_dir()  # the script's own stands before all others
+    # The script's own modules stand before all others.
+    is_beside = (folder / f"{name}.py").exists() or (folder / name).is_dir()
     if not is_beside and (name in WELL_KNOWN or name in sys.stdlib_module_names):
         return []
     for root in dict.fromkeys([folder, *(Path(entry or ".").resolve() for entry in sys.path)]):
@@ -88,11 +84,7 @@ def _files_of(name: str, folder: Path) -> list[Path] | None:
 
 
 def _requires_uneven(name: str) -> bool:
-    for distribution in packages_distributions().get(name, ()):
-        try:
-            needed = requires(distribution) or []
-        except PackageNotFoundError:
-            return True
-        if any(entry.lower().startswith("uneven") for entry in needed):
-            return True
-    return False
+    with suppress(PackageNotFoundError):
+        needed = [entry for one in packages_distributions().get(name, ()) for entry in requires(one) or ()]
+        return any(entry.lower().startswith("uneven") for entry in needed)
+    return True

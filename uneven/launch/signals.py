@@ -118,7 +118,9 @@ class StopSignals:
             raise Terminated
 
     def _begin(self) -> None:
-        self._pid, self._has_left, self._received, self._queue = os.getpid(), False, [], queue.SimpleQueue()
+        self._pid = os.getpid()
+        self._has_left = False
+        self._received, self._queue = [], queue.SimpleQueue()
         threading.Thread(target=self._watch, args=(self._queue,), name="uneven-signals", daemon=True).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -150,7 +152,8 @@ class StopSignals:
         """On a thread: pass the first signal on; end the process at a second SIGTERM, or when the grace is over."""
         if (first := signals.get()) is None:
             return
-        number, began_s, on = abs(first.number), first.at_s, first.runs
+        number, began_s = abs(first.number), first.at_s
+        on = first.runs
         own = first.number > 0  # whether this process itself has got it
         is_over = False  # the run, and the main thread is to end
         for one in on:

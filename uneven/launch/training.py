@@ -87,7 +87,8 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
         rounds += [read_rounds(earlier.get("rounds", [])) for earlier in records[0]["earlier_logs"]]
     known = [*(record.get("member") for record in records), *(one.get("member") for one in records[0]["earlier_logs"])]
     timelines += _gone_lanes(records[0]["gone"], result.run.segments, known, logs, dropped, timelines)
-    run, segments, members = result.run, [dict(segment) for segment in result.run.segments], []
+    run, segments = result.run, [dict(segment) for segment in result.run.segments]
+    members: list[str | None] = []
     if any("generation" in segment for segment in segments):
         members = known
     else:  # names are new in every run: without a loss the logs of a run and of its replay are the same

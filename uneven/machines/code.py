@@ -2,7 +2,7 @@
 
 Read by machines/facts.py on every machine and compared by machines/parity.py. A file beside the script that it does
 not import may differ: a scratch file on one machine is no reason to refuse a run. On a machine that joins, its ranks
-run what was compared, and nothing else (launch/compared.py).
+run what was compared, and nothing else (launch/script.py).
 """
 
 import ast

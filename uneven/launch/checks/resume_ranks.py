@@ -90,8 +90,8 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
     """On rank 0: decide what is resumed or repeated, and let the leader share it."""
     plan = ResumePlan(config, [])
     if config.replay is not None:
-        kind, first, folder = "log", LOG, config.replay
-        names = [LOG]
+        kind, first = "log", LOG
+        folder, names = config.replay, [LOG]
         if not (folder / LOG).is_file():
             raise InputError(f"replay={str(folder)!r}: there is no {LOG} in it; pass the folder of a finished run")
     else:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from uneven.results.progress import Reporter
 
 EVERY_S = 1.0  # a person reads no faster
-FINISHED, STOPPED, FAILED, LEFT = "finished", "stopped", "failed", "left"
+FINISHED, STOPPED = "finished", "stopped"
+FAILED, LEFT = "failed", "left"
 BEFORE_TRAINING = "start"  # the phase of a rank that has not sent a heartbeat
 COMMON = ("policy", "out", "epochs", "steps", "total")  # what is said once for all ranks
 

@@ -68,45 +68,41 @@ class LogFile:
     def move(self, path: Path) -> None:
         """Go on in another file, with what was written so far. A file in the folder of an earlier run stays there."""
         with self._lock, suppress(OSError):
-            before, was_kept, waiting = self._path, self._is_kept, self._waiting
-            self._path, self._is_kept, self._begins, self._waiting = path, True, False, []
+            before, self._path = self._path, path
+            waiting, self._waiting = self._waiting, []
+            was_kept, self._is_kept = self._is_kept, True
+            self._begins = False
             if before == path and path.exists():
                 return
             if before is None or was_kept:
                 self._add("".join(waiting).encode(errors="replace"))
-                return
-            for old, new in ((_older(before), _older(path)), (before, path)):
-                if old.exists():
-                    path.parent.mkdir(mode=0o700, exist_ok=True)
-                    with _open(new) as file:
-                        file.write(old.read_bytes())
-                    old.unlink()
+            else:
+                for old, new in ((_older(before), _older(path)), (before, path)):
+                    if old.exists():
+                        path.parent.mkdir(mode=0o700, exist_ok=True)
+                        with _open(new) as file:
+                            file.write(old.read_bytes())
+                        old.unlink()
 
     def _add(self, data: bytes) -> None:
         assert self._path is not None, "the caller has looked"
         if not data:
             return
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
-        with _open(self._path) as file:
-            if file.tell() and file.tell() + len(data) > self._most_bytes:
-                self._path.replace(_older(self._path))
-            else:
-                file.write(data)
-                return
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size and size + len(data) > self._most_bytes:
+            self._path.replace(_older(self._path))
         with _open(self._path) as file:
             file.write(data)
-
-    def renew_lock(self) -> None:
-        """In a fork of this process: another thread may have held it just then."""
-        self._lock = threading.Lock()
 
 
 _files: "WeakSet[LogFile]" = WeakSet()
 
 
 def _renew_locks() -> None:
+    """In a fork of this process: another thread may have held one just then."""
     for file in tuple(_files):
-        file.renew_lock()
+        file._lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
