@@ -19,7 +19,7 @@ from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.files import make_out_folder, read_json
 from uneven.hardware.device import parse_devices
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.context import process_context
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.predicted import hand_down
@@ -109,7 +109,7 @@ def test_a_plan_of_other_candidates_is_not_taken(
     write_plan(plan_from(pair(), asked_for(config(out=out))), out)
     choice = choose(TASK, config(out=out, **changed))
     assert len(probed) == 1
-    settle(choice.config, parse_devices(choice.config.devices))
+    resolve_auto(choice.config, parse_devices(choice.config.devices))
 
 
 def test_a_plan_of_other_arguments_of_the_script_is_not_taken(
@@ -186,7 +186,7 @@ def test_a_strategy_that_divides_something_is_not_given_one_device(strategy: str
     job = replace(JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo"), param_bytes=4_000, gradient_bytes=4_000)
     chosen = chosen_config(wanted, plan_from(pair(job=job), {}))
     assert chosen.devices == ("cpu,cpu@0.4" if strategy == "zero1" else "cpu")
-    settle(chosen, parse_devices(chosen.devices))
+    resolve_auto(chosen, parse_devices(chosen.devices))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_run_that_is_resumed_has_its_settings_per_device(
     assert found is not None
     wanted = {name: tuple(value) for name, value in had.items()} if taken is None else taken
     assert {name: getattr(found.config, name) for name in had} == wanted
-    settle(found.config, parse_devices(found.config.devices))
+    resolve_auto(found.config, parse_devices(found.config.devices))
     other = choosing.recorded(config(devices="cpu,cpu,cpu", resume=tmp_path, out=tmp_path, shares=(5, 2, 1)))
     assert other is not None
     assert other.config.shares == (5, 2, 1)

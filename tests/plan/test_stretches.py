@@ -16,7 +16,7 @@ from uneven.api.loop_inputs import check_loop
 from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.find_script import Script
 from uneven.launch.requests import Requests
 from uneven.plan import own_loop
@@ -33,7 +33,7 @@ SAVES = {"save_every": 1, "out": "run", "checkpoint_copies": 2, "keep_best": 1, 
 
 def check(config: RunConfig, devices: Sequence[Device]) -> None:
     """InputError for what a rank of these devices would refuse."""
-    settle(config, tuple(devices))
+    resolve_auto(config, tuple(devices))
     check_loop(config, len(devices))
     assert config.monitor is None
 
@@ -93,7 +93,7 @@ def test_settings_of_one_policy_or_several_devices_do_not_end_the_probe(
     plan = plan_from(probe, {})
     assert plan.advice.is_one_device == (not needs_several)
     chosen = chosen_config(config, plan)
-    settle(chosen, parse_devices(chosen.devices))
+    resolve_auto(chosen, parse_devices(chosen.devices))
     check_loop(chosen, len(chosen.devices.split(",")))
 
 

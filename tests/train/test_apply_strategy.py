@@ -28,7 +28,7 @@ from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
-from uneven.launch.checks.preflight import settle
+from uneven.launch.checks.preflight import resolve_auto
 from uneven.parallel.catalog import make_strategy
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.tensor_parallel import Columns, Places, Plan, Rows, Words
@@ -261,7 +261,7 @@ def test_a_loop_of_ones_own_refuses_pieces() -> None:
 )
 def test_what_does_not_go_together_is_told(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        settle(resolve({"batch_size": 8, "epochs": 1, **settings}), parse_devices("cpu,cpu"))
+        resolve_auto(resolve({"batch_size": 8, "epochs": 1, **settings}), parse_devices("cpu,cpu"))
 
 
 class Dropping(Reader):
