@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from uneven.config import POLICIES, RunConfig
-from uneven.hardware.yardstick import ddp_bound, ddp_over_fast
+from uneven.hardware.yardstick import Yardstick
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 from uneven.policy.scale import effective_ranks
 
@@ -74,8 +74,8 @@ def row(first: str) -> list[float]:
 
 def test_the_bound_of_equal_batches_is_as_computed() -> None:
     pairs = [(gap, 1.0) for gap in row("gap")]
-    assert row("equal batches reach at most") == [round(100 * ddp_bound(pair)) for pair in pairs]
-    assert row("over the fast device alone") == [round(ddp_over_fast(pair), 2) for pair in pairs]
+    assert row("equal batches reach at most") == [round(100 * Yardstick.of(pair).ddp_bound) for pair in pairs]
+    assert row("over the fast device alone") == [round(Yardstick.of(pair).ddp_over_fast, 2) for pair in pairs]
 
 
 def test_the_example_of_rounding_is_as_computed() -> None:

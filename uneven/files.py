@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -66,15 +67,24 @@ def is_users_code(file: str) -> bool:
     return not file.startswith((_OURS, _LIBRARY)) and not any(part in _INSTALLED for part in Path(file).parts)
 
 
+ABSENT = {"absent": True}  # the metadata of a dataclass's field that is left out of its JSON while it is None
+
+
 def json_text(document: Any) -> str:
-    """A document as JSON, which has no name for NaN and infinity, as a metric may be: they are null."""
+    """A document as JSON; its objects are dataclasses or dicts."""
     return json.dumps(finite(document), indent=1, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, wherever in it they are."""
+    """The value as JSON has it: None for NaN and infinity, which it has no names for. `from_` is the key from."""
+    if is_dataclass(value):
+        entries = {field: getattr(value, field.name) for field in fields(value)}
+        there = {field.name: entry for field, entry in entries.items() if entry is not None or field.metadata != ABSENT}
+        return {name.rstrip("_"): finite(entry) for name, entry in there.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value

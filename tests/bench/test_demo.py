@@ -15,7 +15,7 @@ from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes,
 from uneven.bench.single.modes import limit_threads
 from uneven.bench.single.run import Order, run_single
 from uneven.errors import MachineError, RankError, StoppedError
-from uneven.hardware import yardstick
+from uneven.hardware.yardstick import Yardstick
 
 PAIR = ("cpu", "cpu@0.4")
 SPEEDS = {
@@ -54,9 +54,10 @@ def test_the_sentence_has_the_measured_figures_and_names_the_fastest_policy() ->
 
 def test_the_bound_over_the_fast_device_follows_from_gap_and_bound() -> None:
     measured = make_results("solo-0", "solo-1").to_json()["measured"]
-    assert measured["gap"] == pytest.approx(2.5)
-    assert measured["ddp_over_fast"] == pytest.approx(measured["ddp_bound"] * (1 + 1 / measured["gap"]))
-    assert measured["joint_over_fast"] == pytest.approx(1.4)
+    assert measured is not None
+    assert measured.gap == pytest.approx(2.5)
+    assert measured.ddp_over_fast == pytest.approx(measured.ddp_bound * (1 + 1 / measured.gap))
+    assert measured.joint_over_fast == pytest.approx(1.4)
 
 
 def test_impossible_figures_are_doubted() -> None:
@@ -113,7 +114,7 @@ def test_three_devices_have_three_solos() -> None:
     assert results.rows[1].shares == (0.0, 1.0, 0.0)
     results.summaries["cpu-cadence"] = summary("cpu-cadence", 5000.0, (0.6, 0.3, 0.1))
     assert results.sentence is not None
-    assert f"at most {yardstick.ddp_over_fast(speeds):.2f}x" in results.sentence
+    assert f"at most {Yardstick.of(speeds).ddp_over_fast:.2f}x" in results.sentence
 
 
 def test_by_default_everything_runs_and_the_comparison_comes_first() -> None:

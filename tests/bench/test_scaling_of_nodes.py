@@ -17,6 +17,7 @@ from uneven.bench.scaling import (
     write_scaling_page,
 )
 from uneven.errors import InputError
+from uneven.files import json_text
 from uneven.timeline.clock import Machine
 from uneven.timeline.record import STATES, Account
 
@@ -68,7 +69,7 @@ def test_finished_runs_of_machines_become_one_table(tmp_path: Path) -> None:
     assert found.points[1].overhead == pytest.approx(1 / 3), "make_timeline: a quarter of the time is waiting"
     assert found.points[2].alpha == pytest.approx(1 / 6)
     assert found.points[2].by_timeline == pytest.approx(3 / (1 + 1 / 3))
-    assert json.loads(json.dumps(found.to_json()))["counted"] == "nodes"
+    assert json.loads(json_text(found))["counted"] == "nodes"
     write_scaling_page(found, "machines", tmp_path / "page.html")
     assert "nodes" in (tmp_path / "page.html").read_text()
 

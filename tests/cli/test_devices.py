@@ -8,9 +8,7 @@ import pytest
 
 from tests.cli.documents import check_document
 from tests.hardware.fakes import make_pynvml
-from uneven.cli.devices import verdict
 from uneven.cli.main import main
-from uneven.hardware import measure as measuring
 from uneven.hardware.measure import DeviceSpeed
 
 
@@ -43,7 +41,7 @@ def fake_speeds(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def
             on_phase("training")
             return [DeviceSpeed(d, s, 0.9 * s, 1.1 * s) for d, s in zip(devices, speeds, strict=True)]
 
-        monkeypatch.setattr(measuring, "measure", measure)
+        monkeypatch.setattr("uneven.cli.devices.measure_devices", measure)
 
     return put
 
@@ -65,7 +63,7 @@ def test_json(uneven) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_more_ranks_than_cores_give_a_note(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("uneven.hardware.cores.available_cores", lambda: (0, 1))
+    monkeypatch.setattr("uneven.cli.devices.available_cores", lambda: (0, 1))
     code, out, _ = uneven("devices", "cpu,cpu,cpu")
     assert code == 0
     assert "speeds mean nothing" in " ".join(out.split())
@@ -153,9 +151,13 @@ def test_measuring_without_torch_names_the_command(uneven, monkeypatch: pytest.M
     assert "`uneven setup` chooses and installs the build" in err
 
 
-def test_three_devices_in_the_verdict() -> None:
-    assert "at most 60 %" in verdict([3.0, 1.0, 1.0])
-    assert "(1.00x your fast device)" in verdict([3.0, 1.0, 1.0])
+def test_three_devices_in_the_verdict(uneven, fake_speeds, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("uneven.cli.devices.available_cores", lambda: (0, 1, 2))
+    fake_speeds(3.0, 1.0, 1.0)
+    _, out, _ = uneven("devices", "cpu,cpu@0.4,cpu@0.4", "--measure")
+    text = " ".join(out.split())
+    assert "at most 60 %" in text
+    assert "(1.00x your fast device)" in text
 
 
 def test_help_and_hardware_import_no_torch() -> None:

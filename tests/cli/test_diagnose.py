@@ -78,7 +78,7 @@ def test_json_is_one_document_with_the_same_verdict() -> None:
 
 def test_the_other_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     build = Build("cu126", "2.13.0+cu126", "12.6", None, ("sm_61",), 5 * 2**30, "python", "index", is_active=True)
-    monkeypatch.setattr("uneven.cli.diagnose.list_builds", lambda: [build])
+    monkeypatch.setattr("uneven.install.diagnosis.list_builds", lambda: [build])
     monkeypatch.setenv("COLUMNS", "120")
     done = CliRunner().invoke(app, ["diagnose"])
     lines = " ".join(done.stdout.split())

@@ -1,53 +1,72 @@
-"""--json of every verb: it exists, its schema is documented, and real outputs are as the schema says."""
+"""--json of every verb: it exists, its type is known and documented, and real outputs are as the type says."""
 
 import json
-import runpy
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.bench.folders import make_run
-from tests.cli.documents import check_document
+from tests.cli.documents import JSON_PAGE, check_document
 from tests.cli.test_examples import COMMANDS, SCRIPT
 from tests.results.checkpoints import write_checkpoint
 from uneven.cli.app import app
-from uneven.cli.schemas import SCHEMAS, example, mismatches
+from uneven.files import ABSENT, json_text
 
 ROOT = Path(__file__).parents[2]
 VERBS = [" ".join(name) for name, command in COMMANDS.items() if not hasattr(command, "commands")]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_the_option_and_a_schema(verb: str) -> None:
+def test_every_verb_has_the_option_and_a_type(verb: str) -> None:
     flags = [flag for param in COMMANDS[tuple(verb.split())].params for flag in param.opts]
     assert "--json" in flags
-    assert verb in SCHEMAS, (
-        "describe its document in uneven/cli/schemas.py, then: python tools/json_page.py docs/json.md"
-    )
+    assert verb in JSON_PAGE.DOCUMENTS, "add it in tools/json_page.py, then: python tools/json_page.py docs/json.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    made = runpy.run_path(str(ROOT / "tools" / "json_page.py"))["make_page"]()
-    assert (ROOT / "docs" / "json.md").read_text() == made, "make it again: python tools/json_page.py docs/json.md"
+    page = (ROOT / "docs" / "json.md").read_text()
+    assert page == JSON_PAGE.make_page(), "make it again: python tools/json_page.py docs/json.md"
 
 
-@pytest.mark.parametrize("verb", SCHEMAS)
-def test_the_example_on_the_page_is_as_the_schema_says(verb: str) -> None:
-    check_document(verb, example(SCHEMAS[verb]))
+class Inner(TypedDict, total=False):
+    d: bool
 
 
-def test_what_is_not_as_the_schema_says_is_found() -> None:
-    schema = {"a": "whole|1", "b?": "text?|", "c": [{"d": "bool|true"}], "e": {"*": "number|1"}}
-    assert list(mismatches(schema, {"a": 1, "c": [], "e": {}})) == []
-    assert list(mismatches(schema, {"a": 1, "b": None, "c": [{"d": False}], "e": {"x": 1.5}})) == []
-    wrong = {"a": True, "b": 1, "c": [{"d": 1}, {}], "e": {"x": "1"}, "f": 0}
-    assert len(list(mismatches(schema, wrong))) == 6
-    assert list(mismatches(schema, [])) == ["the document is no object"]
-    assert list(mismatches(({"a": "text|"}, {"b": "text|"}), {"b": "x"})) == []
+@dataclass
+class Outer:
+    a: int  # how many
+    c: list[Inner]
+    e: dict[str, float]
+    from_: str | None
+    b: str | None = field(default=None, metadata=ABSENT)
+
+
+def test_what_is_not_as_its_type_says_is_found() -> None:
+    def faults(kind: Any, value: Any) -> int:
+        return len(list(JSON_PAGE.mismatches(kind, value)))
+
+    right = Outer(1, [{}, {"d": False}], {"x": 1.5, "y": float("nan")}, None)
+    assert json.loads(json_text(right)) == {"a": 1, "c": [{}, {"d": False}], "e": {"x": 1.5, "y": None}, "from": None}
+    assert faults(Outer, json.loads(json_text(right))) == 0
+    assert faults(Outer, {"a": True, "b": 1, "c": [{"d": 1}], "e": {"x": "1"}, "f": 0}) == 6  # and from is not there
+    assert faults(Outer, []) == 1
+    assert faults(Outer | Inner, {"d": True}) == 0
+    assert faults(list[Inner], [{"d": True}]) == 0
+
+
+def test_the_page_has_the_keys_types_and_comments_of_a_document() -> None:
+    assert list(JSON_PAGE.rows(Outer)) == [
+        ("a", "whole", "how many"),
+        ("c[].d", "bool, may be absent", ""),
+        ("e.*", "number", ""),
+        ("from", "text or null", ""),
+        ("b", "text, may be absent", ""),
+    ]
 
 
 @pytest.fixture
@@ -70,7 +89,7 @@ def document_of(line: str) -> Any:
     "line",
     [
         *("devices", "devices cpu,cpu@0.4", "diagnose", "preflight", "data list", "data get mnist-mini", "bench list"),
-        *("config check wrong.toml", "completion zsh", "bench sweep --models lenet --modes solo-0 --dry-run"),
+        *("config check wrong.toml", "bench sweep --models lenet --modes solo-0 --dry-run"),
     ],
 )
 def test_outputs(line: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 from tests.cli.documents import check_document
 from tests.launch.control.runs import HEARD, home
 from uneven.cli import main as command_line
-from uneven.cli.front_schemas import FRONT
 from uneven.launch.control import history
 from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe
 from uneven.launch.control.rank_log import LogFile
@@ -194,8 +193,6 @@ def test_logs_are_merged_chosen_and_cut(listing: Listing, call: Call, tmp_path: 
     assert (first["rank"], first["text"]) == (1, "line 0 of rank 1")
     check_document("logs", found)
     assert datetime.fromisoformat(first["time"])
-    name, _, shown = FRONT["logs"]["lines"][0]["time"].partition("|")
-    assert (name, len(shown)) == ("text", len(first["time"]))
     assert call("logs", "-t", "--rank", "1", "-n", "1")[1][10] == "T"
     code, out, err = call("logs", "--rank", "7")
     assert (code, out) == (0, ""), "it may still come"

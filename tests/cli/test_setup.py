@@ -13,7 +13,7 @@ from tests.cli.terminal import CTRL_C, CTRL_D, Terminal
 from tests.hardware.fakes import CPU_BUILD, NO_GPUS, TWO_GPUS, make_system
 from uneven.cli import main as command_line
 from uneven.hardware.torchbuild import TorchBuild
-from uneven.install import advice, check, steps
+from uneven.install import steps
 from uneven.install.advice import Machine
 from uneven.install.check import Checked
 
@@ -26,7 +26,7 @@ READY = Machine(make_system(), NO_GPUS, CPU_BUILD)
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The commands that would have installed something."""
     commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(steps, "run_step", lambda step, say: commands.append(step.command) or say("done"))
+    monkeypatch.setattr("uneven.cli.setup.run_step", lambda step, say: commands.append(step.command) or say("done"))
     monkeypatch.setattr(steps.shutil, "which", lambda _: None)
     return commands
 
@@ -41,10 +41,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in
         say(good)
         return [good]
 
-    monkeypatch.setattr(check, "check_devices", check_devices)
+    monkeypatch.setattr("uneven.cli.setup.check_devices", check_devices)
 
     def run(*arguments: str, on: Machine = BARE) -> tuple[int, str, str]:
-        monkeypatch.setattr(advice, "read_machine", lambda: on)
+        monkeypatch.setattr("uneven.cli.setup.read_machine", lambda: on)
         monkeypatch.setattr(sys, "argv", ["uneven", "setup", *arguments])
         code: Any = 0
         try:

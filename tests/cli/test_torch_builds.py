@@ -23,7 +23,7 @@ GPUS = (Gpu(0, "GTX 1060", sm="sm_61"), Gpu(1, "RTX 5060 Ti", sm="sm_120"))
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNEVEN_HOME", str(tmp_path))
-    for place in ("hardware.gpus", "install.advice"):
+    for place in ("cli.torch_builds", "install.advice"):
         monkeypatch.setattr(f"uneven.{place}.read_gpus", lambda: GpuReport(GPUS))
 
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from uneven.hardware.inventory import read_visible
+from uneven.hardware.gpus import read_visible
 from uneven.hardware.torchbuild import TorchBuild, read_torch
 
 from .fakes import CPU_BUILD, GTX_1060, RTX_5060_TI, TWO_GPUS, make_torch

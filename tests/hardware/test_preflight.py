@@ -6,7 +6,8 @@ import pytest
 from uneven.errors import InputError, MachineError
 from uneven.hardware import preflight
 from uneven.hardware.device import Device, parse_device
-from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.hardware.gpus import usable_devices
+from uneven.hardware.preflight import check_device, refuse_unsupported
 
 from .fakes import GTX_1060, RTX_5060_TI, make_pynvml, make_torch
 

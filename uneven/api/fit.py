@@ -23,8 +23,8 @@ from uneven.config import EvalStep, Loading, Task, TrainStep, check_evaluate, ch
 from uneven.errors import InputError
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
+from uneven.hardware.gpus import usable_devices
 from uneven.hardware.interference import Interference, read_counters
-from uneven.hardware.inventory import usable_devices
 from uneven.launch.checks.preflight import Prepared, prepare
 from uneven.launch.context import process_context
 from uneven.launch.ended import save_interrupted, save_results

@@ -7,17 +7,17 @@ a disturbed run ([Note: disturbed figures] in undisturbed.py); the demo skips mo
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from uneven.bench.single.modes import PAIR, resolve_mode, run_folder
 from uneven.bench.undisturbed import is_disturbed, mark
 from uneven.errors import InputError, RankError, StoppedError
-from uneven.hardware import yardstick
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 from uneven.hardware.preflight import check_device
+from uneven.hardware.yardstick import Yardstick
 
 MODEL = "lenet"
 DATA = "mnist-mini"
@@ -65,6 +65,34 @@ class ModeRow:
     shares: tuple[float, ...]  # of the samples, per device
     is_disturbed: bool = False
     interference: dict[str, Any] | None = None
+
+
+class Finished(TypedDict):
+    """The modes that are finished."""
+
+    model: str
+    data: str
+    devices: list[str]
+    modes: list[ModeRow]
+    measured: Yardstick | None  # by the speeds of the devices alone
+    sentence: str | None
+    doubt: str | None
+    disturbed: list[str]
+    failures: dict[str, str]  # mode: why
+    skipped: dict[str, str]  # mode: why
+    missing: list[str]
+
+
+class DemoDocument(Finished):
+    """What --json prints."""
+
+    epochs: int
+    samples: int | None
+    seed: int
+    out: str
+    notes: list[str]
+    interrupted: bool
+    page: str | None
 
 
 @dataclass
@@ -120,7 +148,7 @@ class Results:
         text = (
             f"Together ({best}) {speeds[best] / fastest:.2f}x your fast device, "
             f"~{100 * speeds[best] / total:.0f} % of what you own; "
-            f"ordinary DDP could reach at most {yardstick.ddp_over_fast(alone):.2f}x"
+            f"ordinary DDP could reach at most {Yardstick.of(alone).ddp_over_fast:.2f}x"
         )
         if REFERENCE in clean:
             text += f" (here it did {clean[REFERENCE] / fastest:.2f}x)"
@@ -147,10 +175,10 @@ class Results:
             return None
         efficiencies = {row.mode: row.efficiency or 0.0 for row in self.rows if not row.is_disturbed}
         most, equal = max(efficiencies.values()), max(efficiencies.get(mode, 0.0) for mode in EQUAL_BATCHES)
-        bound = yardstick.ddp_bound(alone)
+        bound = Yardstick.of(alone).ddp_bound
         measured, simulated = (
-            yardstick.gap(alone),
-            yardstick.gap([device.speed for device in parse_devices(self.devices)]),
+            Yardstick.of(alone).gap,
+            Yardstick.of([device.speed for device in parse_devices(self.devices)]).gap,
         )
         if most > IMPOSSIBLE:
             what = f"~{100 * most:.0f} % of what you own cannot be"
@@ -162,13 +190,13 @@ class Results:
             return None
         return f"Doubtful: {what}. Other programs may have had the cores; run it again when the machine is idle."
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Finished:
         return {
             "model": MODEL,
             "data": DATA,
             "devices": list(self.devices),
-            "modes": [asdict(row) for row in self.rows],
-            "measured": _measured(self.undisturbed_alone),
+            "modes": self.rows,
+            "measured": None if self.undisturbed_alone is None else Yardstick.of(self.undisturbed_alone),
             "sentence": self.sentence,
             "doubt": self.doubt,
             "disturbed": self.disturbed,
@@ -312,14 +340,3 @@ def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> M
         is_disturbed=is_disturbed(summary),
         interference=summary.get("interference"),
     )
-
-
-def _measured(alone: Sequence[float] | None) -> dict[str, float] | None:
-    if alone is None:
-        return None
-    return {
-        "gap": yardstick.gap(alone),
-        "ddp_bound": yardstick.ddp_bound(alone),
-        "ddp_over_fast": yardstick.ddp_over_fast(alone),
-        "joint_over_fast": yardstick.joint_over_fast(alone),
-    }

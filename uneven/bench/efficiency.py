@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from rich.console import Console
 from rich.progress import Progress
@@ -29,7 +29,7 @@ from uneven.config import RunConfig, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.interference import measure_interference
-from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.hardware.yardstick import Yardstick
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
@@ -90,7 +90,38 @@ class Pairs:
         return interval(self.ratios)
 
 
-def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, Any]:
+class EfficiencyDocument(TypedDict):
+    """The result of a measurement, as it is printed and written."""
+
+    version: int
+    model: str
+    policy: str
+    against_ddp: bool
+    devices: str
+    batch_size: int
+    precision: str
+    compile: str
+    backend: str
+    efficiency: float
+    half_width: float | None  # of the 95 % interval; one pair has none
+    pairs: int
+    gap: float
+    ddp_bound: float
+    split_bound: float | None  # the most that the split in use could reach
+    solo_samples_per_s: list[float]
+    joint_samples_per_s: float
+    step_ms: float
+    busy_ms: list[float]
+    shares: list[int]  # samples, or batches of a window
+    payload_bytes_per_step: int | None
+    merge_delay: dict[str, float] | None
+    round_ms: dict[str, float] | None
+    ratios: list[float]
+    is_disturbed: bool
+    interference: dict[str, Any]
+
+
+def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> EfficiencyDocument:
     """Start the ranks, which measure the pairs, and summarise them."""
     if order.policy not in POLICIES:
         raise InputError(f"policy {order.policy!r} must be one of {', '.join(POLICIES)}")
@@ -189,9 +220,10 @@ def _add_pair(trainer: SegmentTrainer, pairs: Pairs, segment: Segment, solo: lis
         pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in ranks])
 
 
-def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[str, Any]:
+def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> EfficiencyDocument:
     mean, half = pairs.interval()
     speeds = [statistics.mean(column) for column in zip(*pairs.solo, strict=True)]
+    bounds = Yardstick.of(speeds)
     return {
         "version": 1,
         "model": order.model,
@@ -205,8 +237,8 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "efficiency": mean,
         "half_width": half if math.isfinite(half) else None,  # one pair has no interval
         "pairs": len(pairs.ratios),
-        "gap": gap(speeds),
-        "ddp_bound": ddp_bound(speeds),
+        "gap": bounds.gap,
+        "ddp_bound": bounds.ddp_bound,
         "split_bound": statistics.mean(pairs.bounds) if pairs.bounds else None,
         "solo_samples_per_s": speeds,
         "joint_samples_per_s": statistics.mean(pairs.joint),
@@ -247,7 +279,7 @@ def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | No
     return {name: statistics.mean(column) for name, column in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
-def sentences(result: dict[str, Any]) -> list[str]:
+def sentences(result: EfficiencyDocument) -> list[str]:
     """The figure and its explanation, as lines to print; a disturbed figure is marked and not explained."""
     is_marked = is_disturbed(result)
     half = result["half_width"]
@@ -268,7 +300,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     return [line, *(footnote or _explanations(result))]
 
 
-def _explanations(result: dict[str, Any]) -> list[str]:
+def _explanations(result: EfficiencyDocument) -> list[str]:
     """Speeds, gap and bounds, and how the rest of a step is spent."""
     gain = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
     lines = [
@@ -283,7 +315,7 @@ def _explanations(result: dict[str, Any]) -> list[str]:
             f"  windows of {shares} batches; merged {delay['mean']:.2f} steps of the slowest rank after the snapshot "
             f"on average (99 %: {delay['p99']:.2f}, most {delay['max']:.2f}; {delay['rounds']} merges)"
         )
-        cost = result["round_ms"]
+        cost = result["round_ms"] or {}
         lines.append(
             f"  a round on the first device: {cost['wait']:.1f} ms of waiting, {cost['transfer']:.1f} ms of its own "
             f"time, {cost['latency']:.1f} ms from snapshot to average"

@@ -6,10 +6,10 @@ joint samples/s over the sum of each device's samples/s while it computes. A rec
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from uneven.bench.single.folders import read_timeline
 from uneven.bench.single.process import flags, run_uneven
@@ -51,6 +51,15 @@ class PolicyRow:
     interference: dict[str, Any] | None = None
 
 
+class TrialDocument(TypedDict):
+    """What --json prints."""
+
+    version: int
+    policies: list[PolicyRow]
+    failed: dict[str, str]  # policy: why
+    recommended: dict[str, str] | None  # the policy, and the reason
+
+
 @dataclass
 class Trial:
     """The runs that are finished so far, and those that failed."""
@@ -62,11 +71,11 @@ class Trial:
     def recommended(self) -> tuple[str, str] | None:
         return recommend(self.rows)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> TrialDocument:
         recommended = self.recommended
         return {
             "version": 1,
-            "policies": [asdict(row) for row in self.rows],
+            "policies": self.rows,
             "failed": self.failed,
             "recommended": None if recommended is None else {"policy": recommended[0], "reason": recommended[1]},
         }

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
@@ -67,7 +66,7 @@ class Point:
 
     ranks: int
     per_s: float  # samples or tokens, see Scaling.unit
-    half_width: float
+    half_width: float  # infinite of one run
     speedup: float
     predicted: float | None  # None without other points
     is_disturbed: bool = False  # all of its runs, or those of one rank
@@ -95,13 +94,7 @@ class Scaling:
     points: list[Point]
     cold_starts: list[ColdStart]
     counted: str = "ranks"  # what `Point.ranks` counts: ranks of this machine, or nodes
-
-    def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        for point in found["points"]:
-            if point["half_width"] == math.inf:  # of one run
-                point["half_width"] = None
-        return {"version": 1, **found}
+    version: int = 1
 
 
 def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:

@@ -1,19 +1,21 @@
 """`uneven bench`: run a benchmark model, list what there is."""
 
-import json
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli import bench_options as options
+from uneven.cli import options
 from uneven.cli.bench_results import check, compare, pack, report
 from uneven.cli.complete import devices as devices_here
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
 from uneven.cli.sweep import policies, sweep
-from uneven.cli.tables import print_whole
+
+if TYPE_CHECKING:
+    from uneven.bench.single.run import PrintedSummary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,8 +44,32 @@ Repeat = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ModelRow:
+    """One benchmark model."""
+
+    name: str
+    title: str
+    data: str
+    params: int
+    batch_size: int
+    epochs: int
+    metric: str
+    published: float | None
+    source: str | None  # of the published figure
+    variants: list[str]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What list --json prints."""
+
+    models: list[ModelRow]
+    modes: tuple[str, ...]
+
+
 @app.command("list")
-def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def list_models(as_json: Json = False) -> None:
     """The benchmark models and modes.
 
     Example: uneven bench list
@@ -52,34 +78,31 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
     from uneven.bench.single.modes import NAMES
 
     recipes = [models.get(name) for name in models.NAMES]
+    rows = [
+        ModelRow(
+            name=one.name,
+            title=one.title,
+            data=one.data,
+            params=one.num_params,
+            batch_size=one.batch_size,
+            epochs=one.epochs,
+            metric=one.metric,
+            published=one.published.value if one.published else None,
+            source=one.published.source if one.published else None,
+            variants=sorted(one.variants or {}),
+        )
+        for one in recipes
+    ]
     if as_json:
-        rows = [
-            {
-                "name": r.name,
-                "title": r.title,
-                "data": r.data,
-                "params": r.num_params,
-                "batch_size": r.batch_size,
-                "epochs": r.epochs,
-                "metric": r.metric,
-                "published": r.published.value if r.published else None,
-                "source": r.published.source if r.published else None,
-                "variants": sorted(r.variants or {}),
-            }
-            for r in recipes
-        ]
-        print(json.dumps({"models": rows, "modes": list(NAMES)}, indent=1))
+        print_json(Listed(rows, NAMES))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for heading in ("model", "data", "params", "batch", "epochs", "metric", "published"):
-        table.add_column(heading, justify="right" if heading in ("params", "batch", "epochs") else "left")
-    for r in recipes:
-        published = f"{r.published.value:g}" if r.published else "-"
-        table.add_row(r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published)
-    console = Console(highlight=False, markup=False, emoji=False)
+    headings = ("model", "data", "params", "batch", "epochs", "metric", "published")
+    table = new_table(*headings, left=("model", "data", "metric", "published"))
+    for row in rows:
+        published = "-" if row.published is None else f"{row.published:g}"
+        sizes = (f"{row.params:,}", f"{row.batch_size}", f"{row.epochs}")
+        table.add_row(row.name, row.data, *sizes, row.metric, published)
+    console = new_console()
     print_whole(console, table)
     console.print(f"\nmodes: {', '.join(NAMES)} (see --devices)")
     console.print("next:  uneven bench run --model lenet --data mnist-mini")
@@ -90,7 +113,7 @@ def run(
     model: options.Model,
     mode: Mode = "solo-0",
     devices: Devices = None,
-    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    data: options.Data = None,
     variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Of all devices together; exact modes.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
@@ -104,7 +127,7 @@ def run(
     eval_every: Annotated[int | None, typer.Option(help="Evaluate every N epochs; default: 1.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     repeat: Repeat = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train one model in one mode and write its folder.
 
@@ -147,8 +170,7 @@ def run(
     )
     summary = run_single(order)
     if as_json:
-        json.dump(summary, sys.stdout, indent=1)
-        print()
+        print_json(summary)
     else:
         print(result_line(summary))
 
@@ -158,7 +180,7 @@ def efficiency(
     model: options.Model,
     policy: options.PolicyOrDdp = "balanced",
     devices: options.Several = "cpu,cpu@0.4",
-    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    data: options.Data = None,
     batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     compile: options.Compile = "off",
@@ -170,7 +192,7 @@ def efficiency(
     against_ddp: Annotated[
         bool, typer.Option("--against-ddp", help="Compare with PyTorch's DDP, not with solo.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON; no progress.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Joint speed over the sum of the devices' solo speeds, by alternating segments; a minute or more.
 
@@ -205,13 +227,12 @@ def efficiency(
     finally:
         reporter.close()
     if as_json:
-        json.dump(result, sys.stdout, indent=1)
-        print()
+        print_json(result)
     else:
         print("\n".join(sentences(result)))
 
 
-def result_line(summary: dict[str, Any]) -> str:
+def result_line(summary: "PrintedSummary") -> str:
     """The outcome of one run; a second line where its time is disturbed."""
     from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
 

@@ -1,19 +1,35 @@
 """`uneven bench report`, `compare`, `pack` and `check`: what finished runs say. cli/sweep.py makes them."""
 
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli.tables import print_whole
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
 from uneven.errors import InputError, RankError
-from uneven.files import json_text
+from uneven.files import ABSENT
 
 if TYPE_CHECKING:
     from uneven.bench.report.check import Judged
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
+
+@dataclass(frozen=True)
+class Packed:
+    """What pack --json prints."""
+
+    files: list[str]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What check --json prints."""
+
+    faults: list[str]
+    rows: list["Judged"] | None = field(default=None, metadata=ABSENT)  # without --baseline
+    baseline: str | None = field(default=None, metadata=ABSENT)  # the file that --save has written
 
 
 def report(
@@ -49,8 +65,8 @@ def report(
         pages = {out: places[0]}
     found = {place: build_report(place) for place in places}
     if as_json:
-        documents = [one.to_json() for one in found.values()]
-        print(json_text(documents if len(documents) > 1 else documents[0]))
+        documents = [*found.values()]
+        print_json(documents if len(documents) > 1 else documents[0])
     elif out is None:
         titles = {place: f"# {place}\n\n" if len(places) > 1 else "" for place in places}
         print("\n".join(titles[place] + render_markdown(one) for place, one in found.items()), end="")
@@ -82,7 +98,7 @@ def compare(
 
     found = differences(first, second)
     if as_json:
-        print(json_text([difference.to_json() for difference in found]))
+        print_json(found)
         return
     for row in found:
         half = "" if row.quality_half == float("inf") else f" +- {row.quality_half:.4f}"
@@ -112,7 +128,7 @@ def pack(
     files = pack_runs(runs, out)
     size = sum(path.stat().st_size for path in files)
     if as_json:
-        print(json_text({"files": [str(path) for path in files], "bytes": size}))
+        print_json(Packed([str(path) for path in files], size))
     else:
         print(f"wrote {len(files)} files, {size / 1e3:,.0f} kB, in {out}")
 
@@ -146,14 +162,14 @@ def check(
         write_baseline(runs, save)
         print(f"wrote {save}", file=sys.stderr)
         if as_json:
-            print(json_text({"baseline": str(save), "faults": []}))
+            print_json(Checked([], baseline=str(save)))
         return
     if baseline is None:
         _check_references(runs, as_json)
         return
     faults = check_baseline(runs, baseline)
     if as_json:
-        print(json_text({"faults": faults}))
+        print_json(Checked(faults))
     elif not faults:
         print("no worse than the baseline")
     if faults:
@@ -169,13 +185,13 @@ def _check_references(runs: Path, as_json: bool) -> None:
     found = {place: compare_with_references(place) for place in places}
     faults, documents = [], []
     for place, (rows, broken) in found.items():
-        own = {"sweep": place.name} if len(places) > 1 else {}
-        before = f"{place.name}: " if own else ""
+        sweep = place.name if len(places) > 1 else None
+        before = f"{sweep}: " if sweep else ""
         faults += [f"{before}{fault}" for fault in broken]
         faults += [f"{before}{row.model} {row.mode}: {fault}" for row in rows for fault in row.faults]
-        documents += [{**own, **row.to_json()} for row in rows]
+        documents += [replace(row, sweep=sweep) for row in rows]
     if as_json:
-        print(json_text({"faults": faults, "rows": documents}))
+        print_json(Checked(faults, documents))
     else:
         for place, (rows, _) in found.items():
             _print_judged(rows, str(place) if len(places) > 1 else None)
@@ -184,17 +200,13 @@ def _check_references(runs: Path, as_json: bool) -> None:
 
 
 def _print_judged(rows: "list[Judged]", title: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
-    for heading in ("", "model", "mode", "seeds", "quality", "at worst", "reference", "timed"):
-        is_name = heading in ("model", "mode", "reference", "")
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=True)
+    headings = ("", "model", "mode", "seeds", "quality", "at worst", "reference", "timed")
+    left = ("model", "mode", "reference", "")
+    table = new_table(*headings, left=left, no_wrap=True, title=title, title_justify="left", title_style="bold")
     for row in rows:
         published = "" if row.published is None else f"{row.published:g}"
         other = "" if row.reference_quality is None else f"{row.reference} {row.reference_quality:.4g}"
         equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
         verdict = "fails" if row.faults else "short" if row.is_short else "holds"
         table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
-    print_whole(Console(highlight=False, markup=False, emoji=False), table)
+    print_whole(new_console(), table)

@@ -3,17 +3,15 @@
 Its options are its own and all of `uneven run`, which it starts; --seed is that of the faults.
 """
 
-import inspect
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.run import find_sources, run
-from uneven.config import RunConfig, settings_of
+from uneven.cli.options import RUN_OPTIONS, Module, ScriptArgs, ScriptPath, find_sources, typed, with_options
+from uneven.cli.output import print_json
 from uneven.config.sources import from_outside
 from uneven.errors import STOPPED, InputError, RankError
 from uneven.launch.find_script import Script, find_script
@@ -23,18 +21,41 @@ if TYPE_CHECKING:
     from uneven.bench.chaos.report import ChaosReport
 
 
+@with_options(RUN_OPTIONS)
 def chaos(
-    script: Path,
-    args: list[str] | None = None,
-    module: bool = False,
-    kill: str | None = None,
-    stop: str | None = None,
-    pause: str | None = None,
-    pause_for: str = "5s",
-    at: list[str] | None = None,
-    cut: str | None = None,
-    seed: int = 0,
-    as_json: bool = False,
+    script: ScriptPath,
+    args: ScriptArgs = None,
+    kill: Annotated[
+        str | None, typer.Option("--kill", help="SIGKILL at this rate per rank, as in 0.1/min.", metavar="RATE")
+    ] = None,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            "--stop", help="SIGSTOP for good: the rank falls silent, as a machine that hangs.", metavar="RATE"
+        ),
+    ] = None,
+    pause: Annotated[
+        str | None, typer.Option("--pause", help="SIGSTOP, and SIGCONT after --pause-for.", metavar="RATE")
+    ] = None,
+    pause_for: Annotated[
+        str, typer.Option("--pause-for", help="How long a paused rank sleeps.", metavar="TIME")
+    ] = "5s",
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--at",
+            help="One fault by name, as in 10s:kill:1: rank 1, 10 s after the first step; may be repeated.",
+            metavar="TIME:FAULT:RANK",
+        ),
+    ] = None,
+    cut: Annotated[
+        str | None, typer.Option("--cut", help="All its network connections are shut down.", metavar="RATE")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the faults; the run keeps the seed of its script.")
+    ] = 0,
+    module: Module = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object; no progress.")] = False,
     **options: Any,
 ) -> None:
     """Run a script and kill, stop or cut off its ranks: reports whether any sample was lost.
@@ -74,7 +95,7 @@ def chaos(
     if as_json and options.get("progress") is None:
         options["progress"] = "off"
     order = ChaosOrder(
-        arguments=(*found.words, *_flags(options), *(["--", *args] if args else [])),
+        arguments=(*found.words, *typed(options), *(["--", *args] if args else [])),
         out=None if out is None else Path(out),
         rates=rates,
         named=given,
@@ -90,7 +111,7 @@ def _check(script: Script, options: dict[str, Any], faults: "Sequence[Fault]") -
     """What is wrong whatever happens is said before anything starts; loads no torch."""
     from uneven.bench.chaos.plan import check_ranks
     from uneven.hardware.device import parse_devices
-    from uneven.hardware.preflight import usable_devices
+    from uneven.hardware.gpus import usable_devices
     from uneven.launch.script import check_script
 
     if options.get("engine") is not None:
@@ -102,75 +123,15 @@ def _check(script: Script, options: dict[str, Any], faults: "Sequence[Fault]") -
         check_ranks(faults, len(usable_devices() if names == "auto" else parse_devices(names)))
 
 
-def _flags(options: dict[str, Any]) -> list[str]:
-    """The options of `uneven run` that were given, as they were typed."""
-    known, found = settings_of(RunConfig), list[str]()
-    for name, value in options.items():
-        flag = known[name].flag if name in known else f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            found.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        elif value is not None:
-            found += [flag, str(value)]
-    return found
-
-
 def _print(report: "ChaosReport", as_json: bool) -> None:
     code = report.code
     if code in (2, 3) and not report.faults:
         raise typer.Exit(code)  # the run has said what is wrong
     if as_json:
-        print(json.dumps(report.to_json(), indent=1))
+        print_json(report.to_json())
     else:
         print("\n".join(report.lines()))
     if report.is_stopped:
         raise typer.Exit(code or STOPPED)
     if not report.is_right:
         raise RankError(report.why)
-
-
-OWN: dict[str, tuple[Any, Any]] = {
-    "kill": (str | None, typer.Option("--kill", help="SIGKILL at this rate per rank, as in 0.1/min.", metavar="RATE")),
-    "stop": (
-        str | None,
-        typer.Option(
-            "--stop", help="SIGSTOP for good: the rank falls silent, as a machine that hangs.", metavar="RATE"
-        ),
-    ),
-    "pause": (str | None, typer.Option("--pause", help="SIGSTOP, and SIGCONT after --pause-for.", metavar="RATE")),
-    "pause_for": (str, typer.Option("--pause-for", help="How long a paused rank sleeps.", metavar="TIME")),
-    "at": (
-        list[str] | None,
-        typer.Option(
-            "--at",
-            help="One fault by name, as in 10s:kill:1: rank 1, 10 s after the first step; may be repeated.",
-            metavar="TIME:FAULT:RANK",
-        ),
-    ),
-    "cut": (str | None, typer.Option("--cut", help="All its network connections are shut down.", metavar="RATE")),
-    "seed": (int, typer.Option("--seed", min=0, help="Of the faults; the run keeps the seed of its script.")),
-    "as_json": (bool, typer.Option("--json", help="The report as one JSON object; no progress.")),
-}
-
-
-def _parameters() -> Iterator[inspect.Parameter]:
-    """Those of `uneven run`, with the faults in the place of its seed."""
-    theirs = dict(inspect.signature(run).parameters)
-    plain = inspect.signature(chaos).parameters
-    yield theirs.pop("script")
-    yield theirs.pop("args")
-    for name, (kind, about) in OWN.items():
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=plain[name].default, annotation=Annotated[kind, about]
-        )
-    for name, parameter in theirs.items():
-        if name not in OWN:
-            yield parameter
-
-
-def _give_options() -> None:
-    parameters = list(_parameters())
-    chaos.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    chaos.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-
-
-_give_options()

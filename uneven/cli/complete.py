@@ -1,4 +1,5 @@
-"""Values that the shell offers at a tab: choices, devices, runs. Given to typer's options as `autocompletion=`.
+"""Values that the shell offers at a tab: choices, devices, runs. Given to typer's options as `autocompletion=`;
+`uneven --install-completion` is typer's.
 
 They run at every press of the key, so they load no torch, take a moment, and offer nothing where something is wrong.
 """
@@ -18,18 +19,6 @@ def one_of(words: Iterable[str]) -> Complete:
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in known if word.startswith(incomplete)]
-
-    return complete
-
-
-def some_of(words: Iterable[str]) -> Complete:
-    """Completes a list with commas between, each word once."""
-    known = tuple(words)
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        taken = before.split(",")
-        return [f"{before}{comma}{word}" for word in known if word.startswith(last) and word not in taken]
 
     return complete
 

@@ -1,26 +1,34 @@
 """`uneven config`: where each setting of a run comes from, and what is wrong with a file of settings."""
 
-import inspect
 import json
 import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from uneven.cli.run import read_flags, run
+from uneven.cli.options import RUN_OPTIONS, Module, ScriptArgs, ScriptPath, read_flags, with_options
+from uneven.cli.output import Json, print_json, say
 from uneven.config import RunConfig, Setting, settings_of
-from uneven.config.sources import Sourced, find_run_file, from_outside, resolve_sources
+from uneven.config.sources import (
+    Problem,
+    Sourced,
+    find_problems,
+    find_run_file,
+    from_outside,
+    lines_of_keys,
+    resolve,
+    resolve_sources,
+)
 from uneven.errors import InputError
 from uneven.format import format_count
+from uneven.hardware.device import parse_devices
 from uneven.launch.find_script import find_script
-
-if TYPE_CHECKING:
-    from uneven.config.sources import Problem
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,12 +40,44 @@ ESSENTIALS = ("batch_size", "epochs", "policy", "devices", "seed", "precision", 
 KINDS = ("flag", "environment", "file", "script", "default")  # from strong to weak
 
 
+@dataclass(frozen=True)
+class Row:
+    """One setting and where it comes from."""
+
+    value: Any
+    source: str  # flag, environment, file, script or default
+    where: str | None  # which flag, variable or file
+    default: Any
+    script: Any  # what the script says itself
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What show --json prints."""
+
+    script: str
+    file: str | None
+    settings: dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What check --json prints."""
+
+    file: str
+    settings: dict[str, Any]  # that are right by themselves
+    problems: list[Problem]
+    notes: list[Problem]  # what the script may settle
+
+
+@app.command("show")
+@with_options(RUN_OPTIONS)
 def show(
-    script: Path,
-    args: list[str] | None = None,
-    module: bool = False,
-    show_all: bool = False,
-    as_json: bool = False,
+    script: ScriptPath,
+    args: ScriptArgs = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Every setting, those at their defaults too.")] = False,
+    module: Module = False,
+    as_json: Json = False,
     **options: Any,
 ) -> None:
     """Print the settings that a run of the script would have, each with its source: default, script, file, environment
@@ -62,20 +102,18 @@ def show(
     target = find_script(script, args or [], module)
     file = find_run_file(target.path, options.get("config"))
     outside = partial(resolve_sources, file=file, environ=os.environ, flags=read_flags(options))
-    print(f"uneven: running {target} up to where it passes its settings", file=sys.stderr, flush=True)
+    say(f"running {target} up to where it passes its settings")
     own = script_settings(target, from_outside(outside()))
     found = outside(script=own)
     _check_together(found)
     if as_json:
-        print(json.dumps(_document(script, file, found, own), indent=1))
+        print_json(_document(script, file, found, own))
     else:
         print("\n".join(_lines(script, found, own, show_all)))
 
 
 def _check_together(found: Mapping[str, Sourced]) -> None:
     """InputError for settings that do not go together, with the sources of those that it names."""
-    from uneven.config import resolve
-
     given = {name: one.value for name, one in found.items() if one.source != "default"}
     try:
         resolve(given)
@@ -91,23 +129,14 @@ def _origin(one: Sourced) -> tuple[str, str]:
     return (kind, which) if kind in KINDS else ("file", one.source)
 
 
-def _document(script: Path, file: Path | None, found: Mapping[str, Sourced], own: Mapping[str, Any]) -> dict[str, Any]:
+def _document(script: Path, file: Path | None, found: Mapping[str, Sourced], own: Mapping[str, Any]) -> Shown:
     known = settings_of(RunConfig)
     rows = {}
     for name, one in found.items():
         kind, which = _origin(one)
-        rows[name] = {
-            "value": _plain(one.value),
-            "source": kind,
-            "where": which or None,
-            "default": None if known[name].is_required else _plain(known[name].default),
-            "script": _plain(own.get(name)),
-        }
-    return {"script": str(script), "file": None if file is None else str(file), "settings": rows}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        default = None if known[name].is_required else known[name].default
+        rows[name] = Row(one.value, kind, which or None, default, own.get(name))
+    return Shown(str(script), None if file is None else str(file), rows)
 
 
 def _lines(script: Path, found: Mapping[str, Sourced], own: Mapping[str, Any], show_all: bool) -> list[str]:
@@ -147,7 +176,7 @@ def toml_value(value: Any) -> str:
 @app.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="A TOML file of settings.")] = Path("run.toml"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, also where there are problems.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find everything that is wrong with a file of settings: unknown names, impossible values, settings that do not go
     together, each with its line and the fix.
@@ -163,34 +192,28 @@ def check(
 
       uneven config check run.toml --json
     """
-    from uneven.config.sources import find_problems
-
     found = find_problems(file)
-    found.problems.extend(_device_problems(file, found.settings))
+    problems = [*found.problems, *_device_problems(file, found.settings)]
+    problems.sort(key=lambda problem: problem.line or 0)
     if as_json:
-        document = {"file": str(file), "settings": {name: _plain(value) for name, value in found.settings.items()}}
-        rows = {name: [one._asdict() for one in getattr(found, name)] for name in ("problems", "notes")}
-        print(json.dumps({**document, **rows}, indent=1))
+        print_json(Checked(str(file), found.settings, problems, found.notes))
     else:
-        for problem in sorted(found.problems, key=lambda problem: problem.line or 0):
+        for problem in problems:
             print(f"{_place(file, problem)}: {problem.message}", file=sys.stderr)
         for note in found.notes:
             print(f"{_place(file, note)}: note: unless the script settles it: {note.message}", file=sys.stderr)
-    if found.problems:
-        raise InputError(f"{file} has {format_count(len(found.problems), 'problem')}")
+    if problems:
+        raise InputError(f"{file} has {format_count(len(problems), 'problem')}")
     if not as_json:
         print(f"{file}: {format_count(len(found.settings), 'setting')}, all is well")
 
 
-def _place(file: Path, problem: "Problem") -> str:
+def _place(file: Path, problem: Problem) -> str:
     return f"{file}" if problem.line is None else f"{file}:{problem.line}"
 
 
-def _device_problems(file: Path, settings: Mapping[str, Any]) -> "list[Problem]":
+def _device_problems(file: Path, settings: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with the names of devices; whether this machine has them is another question."""
-    from uneven.config.sources import Problem, lines_of_keys
-    from uneven.hardware.device import parse_devices
-
     names = settings.get("devices", "auto")
     if names == "auto":
         return []
@@ -199,24 +222,3 @@ def _device_problems(file: Path, settings: Mapping[str, Any]) -> "list[Problem]"
     except InputError as error:
         return [Problem(lines_of_keys(file.read_text(encoding="utf-8")).get("devices"), "devices", str(error))]
     return []
-
-
-def _give_options() -> None:
-    """The options of `show` are its own and all of `uneven run`: a line of that is taken as it is."""
-    own: dict[str, Any] = {
-        "show_all": Annotated[bool, typer.Option("--all", help="Every setting, those at their defaults too.")],
-        "as_json": Annotated[bool, typer.Option("--json", help="One JSON object, with every setting.")],
-    }
-    theirs = {name: one for name, one in inspect.signature(run).parameters.items() if name not in own}
-    parameters = [theirs.pop("script"), theirs.pop("args")]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in own.items()
-    ]
-    parameters += theirs.values()
-    show.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    show.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-
-
-_give_options()
-app.command("show")(show)

@@ -3,16 +3,17 @@
 Results go to stdout, progress to stderr: a bar on a terminal, plain lines elsewhere, nothing with --json.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.output import Json, print_json
 
 if TYPE_CHECKING:
     from uneven.data.datasets import Event, Presence, Progress
@@ -25,33 +26,58 @@ app = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class DataSet:
+    """One data set."""
+
+    name: str
+    title: str
+    bytes: int
+    here: bool
+    where: str | list[str]  # its files, or that it is in the package
+    licence: str
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What list --json prints."""
+
+    folder: str
+    sets: list[DataSet]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What get --json prints."""
+
+    name: str
+    bytes: int
+    source: str | None  # null if nothing was downloaded
+    where: str | list[str]
+    seconds: float
+
+
 @app.command("list", epilog="Example: uneven data list --json")
-def list_sets(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-) -> None:
+def list_sets(as_json: Json = False) -> None:
     """Show every set: title, size, licence, and where its files are on this machine."""
     from uneven.data import datasets
 
     sets = datasets.presence()
     if as_json:
         rows = [
-            {
-                "name": item.name,
-                "title": item.title,
-                "bytes": item.num_bytes,
-                "here": item.is_here,
-                "where": "in the package" if item.is_embedded else [str(path) for path in item.places],
-                "licence": item.licence,
-            }
-            for item in sets
+            DataSet(item.name, item.title, item.num_bytes, item.is_here, _places(item), item.licence) for item in sets
         ]
-        typer.echo(json.dumps({"folder": str(datasets.data_folder()), "sets": rows}, indent=2))
+        print_json(Listed(str(datasets.data_folder()), rows))
         return
     for item in sets:
         size = f"{item.num_bytes / 1e6:.1f} MB" if item.num_bytes else "-"
         typer.echo(f"{item.name:<18} {size:>9}  {_where(item)}")
         typer.echo(f"{'':<30}{item.title}; licence: {item.licence}")
     typer.echo(f"\nfolder: {datasets.data_folder()} (choose another: UNEVEN_DATA=/some/folder)")
+
+
+def _places(item: "Presence") -> str | list[str]:
+    return "in the package" if item.is_embedded else [str(path) for path in item.places]
 
 
 def _where(item: "Presence") -> str:
@@ -73,7 +99,7 @@ def get_set(
         typer.Argument(help="mnist-mini, mnist, cifar10 or shakespeare.", autocompletion=complete.one_of(SETS)),
     ],
     force: Annotated[bool, typer.Option("--force", help="Download it again, even if it is present.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, no progress.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Download a set from its official mirrors; every file is verified by checksum."""
     from uneven.data import datasets
@@ -84,14 +110,7 @@ def get_set(
     item = next(item for item in datasets.presence() if item.name == name)
     seconds = time.monotonic() - start
     if as_json:
-        document = {
-            "name": name,
-            "bytes": item.num_bytes,
-            "source": fetched.source or None,
-            "where": "in the package" if item.is_embedded else [str(path) for path in item.places],
-            "seconds": round(seconds, 2),
-        }
-        typer.echo(json.dumps(document, indent=2))
+        print_json(Fetched(name, item.num_bytes, fetched.source or None, _places(item), round(seconds, 2)))
     elif fetched.source:
         typer.echo(f"{name}: {_where(item)} (from {fetched.source}, {seconds:.1f} s)")
     else:

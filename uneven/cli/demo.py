@@ -1,6 +1,5 @@
 """`uneven demo`: LeNet on the embedded digits in every mode, on two devices that do not match, with no network."""
 
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.cli.output import Json, print_json
 from uneven.errors import STOPPED, TERMINATED, InputError, MachineError, RankError, Terminated
 from uneven.format import format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from uneven.bench.demo import DemoOrder, Results
+    from uneven.bench.demo import DemoDocument, DemoOrder, Results
 
 
 def demo(
@@ -34,7 +34,7 @@ def demo(
     repeat: Annotated[bool, typer.Option("--repeat/--no-repeat", help="Measure a disturbed mode again.")] = True,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-S below it.")] = Path("runs")
     / "demo",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
@@ -106,10 +106,17 @@ def _print_progress(line: str) -> None:
 def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool, page: Path | None) -> None:
     from uneven.bench.demo import notes
 
-    asked = {"epochs": order.epochs, "samples": order.samples, "seed": order.seed, "out": str(order.out)}
-    said = [] if results.shortened is None else [results.shortened]
-    more = {"notes": [*notes(order), *said], "interrupted": is_interrupted, "page": None if page is None else str(page)}
-    print(json.dumps({**results.to_json(), **asked, **more}, indent=1))
+    document: DemoDocument = {
+        **results.to_json(),
+        "epochs": order.epochs,
+        "samples": order.samples,
+        "seed": order.seed,
+        "out": str(order.out),
+        "notes": [*notes(order), *([] if results.shortened is None else [results.shortened])],
+        "interrupted": is_interrupted,
+        "page": None if page is None else str(page),
+    }
+    print_json(document)
 
 
 def _print(order: "DemoOrder", results: "Results", is_interrupted: bool, page: Path | None) -> None:
@@ -151,7 +158,7 @@ def _table(results: "Results") -> "Table":
 
 def _explanations(order: "DemoOrder", results: "Results", page: Path | None) -> list[str]:
     from uneven.bench.undisturbed import FOOTNOTE
-    from uneven.hardware.yardstick import gap
+    from uneven.hardware.yardstick import Yardstick
 
     lines = [line for line in (results.sentence, results.caution, results.doubt) if line is not None]
     lines += [""] if lines else []
@@ -159,7 +166,7 @@ def _explanations(order: "DemoOrder", results: "Results", page: Path | None) -> 
     lines.append("time: training alone, without start-up and evaluation")
     if results.alone is not None:
         clean = results.undisturbed_alone
-        measured_gap = "" if clean is None else f"; measured gap between the devices: {gap(clean):.2f}"
+        measured_gap = "" if clean is None else f"; measured gap between the devices: {Yardstick.of(clean).gap:.2f}"
         lines += [
             f"speed-up: over the fast device alone{measured_gap}",
             "efficiency: of the devices' solo speeds, added up; ~ because the runs came one after the other and "

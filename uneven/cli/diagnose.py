@@ -3,26 +3,25 @@
 Exit code 0 when all is fine, 3 when there is a problem. No GPU is not a problem.
 """
 
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from uneven.cli.output import Json, new_console, print_json
 from uneven.errors import MachineError
 from uneven.format import format_count, format_gib
-from uneven.install.builds import list_builds
+from uneven.hardware.gpus import GpuReport
+from uneven.install.advice import read_machine
+from uneven.install.diagnosis import Diagnosis
+from uneven.install.diagnosis import diagnose as run_diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from uneven.hardware.gpus import GpuReport
-    from uneven.install.diagnosis import Diagnosis
-
 _SUPPORT_COLORS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
 
 
-def diagnose(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def diagnose(as_json: Json = False) -> None:
     """Report the system, GPUs, torch, what fits together, and for each problem the command that fixes it.
 
     Exit code 0 when all is fine, 3 when this machine has a problem that stops or breaks training. Examples:
@@ -31,18 +30,15 @@ def diagnose(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")
 
     uneven diagnose --json    the same for a script or a bug report
     """
-    from uneven.install.advice import read_machine
-    from uneven.install.diagnosis import diagnose as run_diagnosis
-
     diagnosis = run_diagnosis(read_machine())
     if as_json:
-        print(json.dumps({**diagnosis.to_json(), "builds": [asdict(build) for build in list_builds()]}, indent=2))
+        print_json(diagnosis)
     else:
         _print(diagnosis)
     raise typer.Exit(0 if diagnosis.is_fine else MachineError.exit_code)
 
 
-def sections(diagnosis: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
+def sections(diagnosis: Diagnosis) -> dict[str, list[tuple[str, str]]]:
     """The report as (label, text) lines by heading, without markup."""
     return {
         "System": _system(diagnosis),
@@ -65,15 +61,16 @@ def sections(diagnosis: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def _compatibility(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
-    lines = []
-    for fit in diagnosis.compatibility:
-        name = f"{fit.gpu.name} ({fit.gpu.sm or 'sm_?'})"
-        lines.append((f"GPU {fit.gpu.index}", f"{fit.support.value}  {name}: {fit.detail}"))
+def _compatibility(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    names = {gpu.index: gpu.name for gpu in diagnosis.gpus.gpus}
+    lines = [
+        (f"GPU {fit.gpu}", f"{fit.support.value}  {names[fit.gpu]} ({fit.sm or 'sm_?'}): {fit.detail}")
+        for fit in diagnosis.compatibility
+    ]
     return lines or [("GPUs", "none to check")]
 
 
-def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+def _system(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     system = diagnosis.system
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
@@ -88,7 +85,7 @@ def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     ]
 
 
-def gpu_lines(report: "GpuReport") -> list[tuple[str, str]]:
+def gpu_lines(report: GpuReport) -> list[tuple[str, str]]:
     """The GPUs and their driver; `uneven setup` shows them, too."""
     if not report.gpus:
         return [("GPUs", f"none ({report.reason})")]
@@ -99,7 +96,7 @@ def gpu_lines(report: "GpuReport") -> list[tuple[str, str]]:
     return lines
 
 
-def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+def _torch(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     build = diagnosis.torch
     if not build.installed:
         return [("torch", "not installed")]
@@ -113,32 +110,31 @@ def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     ]
 
 
-def _builds(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+def _builds(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """The build for this machine, and the others that `uneven torch` keeps."""
     advice = diagnosis.advice
     lines = [] if advice.is_installed else [("for this machine", f"{advice.build or advice.kind}: {advice.action}")]
-    for build in list_builds():
+    for build in diagnosis.builds:
         text = f"torch {build.version} ({build.kind}), {' '.join(build.archs) or 'no GPU code'}"
         lines.append((f"build {build.name}", f"{text}{', active' if build.is_active else ''}"))
     return lines
 
 
-def _no_nccl(diagnosis: "Diagnosis") -> str:
+def _no_nccl(diagnosis: Diagnosis) -> str:
     instead = "" if diagnosis.gpus.gpus else " (needs CUDA GPUs; ranks here use shared memory, gloo between machines)"
     return f"not in this build{instead}"
 
 
-def _network(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+def _network(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     lines = []
-    for interface in diagnosis.interfaces:
+    for interface in diagnosis.network.interfaces:
         if not interface.is_up and not interface.v4:
             continue  # a laptop has a dozen of these; --json lists all
         state = "up" if interface.is_up else "down"
         speed = f", {interface.speed_mbps} Mbit/s" if interface.speed_mbps else ""
         addresses = ", ".join([*interface.v4, *interface.v6]) or "no address"
         lines.append((interface.name, f"{state}, {interface.kind}{speed}: {addresses}"))
-    chosen = f"{diagnosis.likely}: {diagnosis.likely_why}" if diagnosis.likely else f"none: {diagnosis.likely_why}"
-    return [*lines, ("between machines", chosen)]
+    return [*lines, ("between machines", f"{diagnosis.network.likely or 'none'}: {diagnosis.network.why}")]
 
 
 def print_sections(console: "Console", by_heading: "dict[str, list[tuple[str, str]]]") -> None:
@@ -160,11 +156,10 @@ def print_sections(console: "Console", by_heading: "dict[str, list[tuple[str, st
         console.print(table)
 
 
-def _print(diagnosis: "Diagnosis") -> None:
-    from rich.console import Console
+def _print(diagnosis: Diagnosis) -> None:
     from rich.text import Text
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     print_sections(console, sections(diagnosis))
     # Text, not markup: an error may contain brackets. soft_wrap keeps a command on one line for copying.
     for note in diagnosis.notes:

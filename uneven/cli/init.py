@@ -1,19 +1,34 @@
 """`uneven init`: a new project that trains at once."""
 
-import json
 import shlex
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from uneven.cli.output import Json, print_json, say
 from uneven.errors import MachineError
 
 # Literal names in the help, so that `uneven --help` need not load the templates; tests/templates compares them.
 TEMPLATE_HELP = (
     "vision (a CNN on digits), text (a small GPT), own-loop (your own training loop) or plain (the smallest)."
 )
+
+
+@dataclass(frozen=True)
+class Made:
+    """What --json prints."""
+
+    name: str
+    folder: str
+    template: str
+    files: list[str]
+    python: str
+    torch: str | None
+    devices: tuple[str, ...]
+    written: bool
+    next: list[str]  # commands
 
 
 def init(
@@ -23,7 +38,7 @@ def init(
         bool, typer.Option("--force", help="Replace existing files of the project; other files stay.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, and write none.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Make a project that trains at once: train.py, run.toml, a test, README, Makefile, Dockerfile.
 
@@ -49,15 +64,23 @@ def init(
         write_project(name, contents)
     steps = next_steps(name, machine.torch is not None, machine.devices)
     if as_json:
-        found = {"name": title, "folder": str(name.resolve()), "template": template, "files": list(contents)}
-        about = {"python": machine.python, "torch": machine.torch, "devices": list(machine.devices)}
-        commands = [command for command, _ in steps]
-        print(json.dumps({**found, **about, "written": not dry_run, "next": commands}, indent=2))
+        document = Made(
+            name=title,
+            folder=str(name.resolve()),
+            template=template,
+            files=list(contents),
+            python=machine.python,
+            torch=machine.torch,
+            devices=machine.devices,
+            written=not dry_run,
+            next=[command for command, _ in steps],
+        )
+        print_json(document)
         return
     for path in contents:
         print(name / path)
     if dry_run:
-        print("uneven: nothing was written (--dry-run)", file=sys.stderr)
+        say("nothing was written (--dry-run)")
         return
     width = max(len(command) for command, _ in steps)
     print("\nNext:", *(f"  {command:<{width}}  # {why}" for command, why in steps), sep="\n")

@@ -1,27 +1,24 @@
 """`uneven join`: this machine takes part in a run that `uneven run --nodes` leads on another one."""
 
-import json
-import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.output import print_json, say
 
-Devices = Annotated[
-    str,
-    typer.Option(
-        "--devices",
-        help="The devices of this machine, one rank each, as in cuda:0,cpu.",
-        autocompletion=complete.devices,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="One JSON object at the end; what the script prints goes to stderr.")
-]
+
+@dataclass(frozen=True)
+class Joined:
+    """What --json prints."""
+
+    leader: str
+    devices: str
+    seconds: float
 
 
 def join(
@@ -34,11 +31,20 @@ def join(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="The file with the token; - is stdin.", metavar="FILE")
     ] = None,
-    devices: Devices = "auto",
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            help="The devices of this machine, one rank each, as in cuda:0,cpu.",
+            autocompletion=complete.devices,
+        ),
+    ] = "auto",
     wait: Annotated[
         float, typer.Option("--wait", help="Seconds to try if no leader answers.", metavar="SECONDS")
     ] = 8.0,
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object at the end; what the script prints goes to stderr.")
+    ] = False,
 ) -> None:
     """Take part in a run that another machine leads, with this machine's devices.
 
@@ -65,14 +71,10 @@ def join(
     from uneven.launch.results_file import stdout_to_stderr
     from uneven.machines.options import need_token, read_token
 
-    def say(line: str) -> None:
-        print(f"uneven: {line}", file=sys.stderr, flush=True)
-
     known = need_token(read_token(token, token_file))
     options = JoinOptions(leader, known, devices, script, wait)
     begin_s = time.monotonic()
     with stdout_to_stderr() if as_json else nullcontext():
         join_run(options, say)
     if as_json:
-        took_s = round(time.monotonic() - begin_s, 2)
-        print(json.dumps({"leader": leader, "devices": devices, "seconds": took_s}, indent=1))
+        print_json(Joined(leader, devices, round(time.monotonic() - begin_s, 2)))

@@ -1,12 +1,25 @@
 """`uneven leave`: ranks of this machine hand in what they have trained and leave their run, which goes on."""
 
-import json
-import sys
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.options import check_seconds
+from uneven.cli.output import Json, print_json, say
+from uneven.errors import InputError, RankError
+from uneven.files import ABSENT
+
+
+@dataclass(frozen=True)
+class Left:
+    """What --json prints."""
+
+    run: int  # its process id
+    script: str | None
+    left: str | None = field(default=None, metadata=ABSENT)  # which ranks, in one line
+    refused: str | None = field(default=None, metadata=ABSENT)  # why they cannot
 
 
 def leave(
@@ -24,7 +37,7 @@ def leave(
     wait: Annotated[
         float, typer.Option("--wait", help="How long to wait until they have left.", metavar="SECONDS")
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Take the ranks of this machine out of a run, which continues without them.
 
@@ -42,17 +55,15 @@ def leave(
 
       uneven leave 4711 --json
     """
-    from uneven.errors import InputError, RankError
     from uneven.launch.control.ask import ask_to_leave, choose_to_leave
 
     if any(number < 0 for number in rank or ()):
         raise InputError(f"--rank {min(rank or ())}: ranks are numbered from 0, as the run prints them")
-    if not wait > 0:  # not a number, too
-        raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
+    check_seconds("--wait", wait)
     chosen = choose_to_leave(run)
     answer = ask_to_leave(chosen, tuple(rank) if rank else None, wait)
     if as_json:
-        print(json.dumps({"run": chosen.pid, "script": chosen.record.get("script"), **answer}, indent=2))
+        print_json(Left(chosen.pid, chosen.record.get("script"), **answer))
     if "refused" in answer:
         raise RankError(f"cannot leave run {chosen.id} ({chosen.script}): {answer['refused']}")
-    print(f"uneven: {answer['left']}", file=sys.stderr)
+    say(answer["left"])

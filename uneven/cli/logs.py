@@ -1,21 +1,30 @@
 """`uneven logs`: what the processes of a run have printed, live or afterwards."""
 
-import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.output import Json, print_json, say
 from uneven.errors import InputError
+from uneven.launch.control.read_logs import Line, LogReader
 
 if TYPE_CHECKING:
     from uneven.launch.control.known_runs import KnownRun
-    from uneven.launch.control.read_logs import Line, LogReader
 
 POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What --json prints."""
+
+    id: str
+    lines: list[Line]
 
 
 def logs(
@@ -33,7 +42,7 @@ def logs(
     ] = None,
     lines: Annotated[int | None, typer.Option("--lines", "-n", help="The last lines alone.", metavar="LINES")] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="With the time of each line.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print what the processes of a run have printed, in the order of time.
 
@@ -51,7 +60,6 @@ def logs(
       uneven logs runs/my-run --json
     """
     from uneven.launch.control.known_runs import choose_known
-    from uneven.launch.control.read_logs import LogReader
 
     if lines is not None and lines < 0:
         raise InputError(f"--lines {lines}: allowed are whole numbers from 0 on")
@@ -63,11 +71,10 @@ def logs(
     if not found and not chosen.is_live:
         raise InputError(f"run {chosen.id}: {_why_none(chosen, rank)}")
     if not found and rank and not follow:  # the run is on, and the rank may still come
-        print(f"uneven: run {chosen.id}: {_why_none(chosen, rank)}", file=sys.stderr)
+        say(f"run {chosen.id}: {_why_none(chosen, rank)}")
     found = found if lines is None else found[max(0, len(found) - lines) :]
     if as_json:
-        entries = [{"time": line.time, "rank": line.rank, "text": line.text} for line in found]
-        print(json.dumps({"id": chosen.id, "lines": entries}, indent=1))
+        print_json(Printed(chosen.id, found))
         return
     is_named = rank is None or len(rank) > 1
     _print(found, is_named, timestamps)
@@ -75,7 +82,7 @@ def logs(
         _follow(chosen, reader, is_named, timestamps)
 
 
-def _follow(chosen: "KnownRun", reader: "LogReader", is_named: bool, timestamps: bool) -> None:
+def _follow(chosen: "KnownRun", reader: LogReader, is_named: bool, timestamps: bool) -> None:
     from uneven.launch.control.known_runs import known_runs
 
     is_live = True
@@ -89,7 +96,7 @@ def _follow(chosen: "KnownRun", reader: "LogReader", is_named: bool, timestamps:
         _print(reader.read(), is_named, timestamps)
 
 
-def _print(lines: "list[Line]", is_named: bool, timestamps: bool) -> None:
+def _print(lines: list[Line], is_named: bool, timestamps: bool) -> None:
     for line in lines:
         stamp = f"{line.time} " if timestamps else ""
         name = f"{line.name:8} | " if is_named else ""

@@ -3,19 +3,15 @@
 It takes the settings of `uneven run`, which replace those in the script.
 """
 
-import inspect
-import json
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.run import CONFIG_OPTION, MODULE_OPTION, find_sources, option_of
-from uneven.cli.tables import print_whole
-from uneven.config import RunConfig, settings_of
+from uneven.cli.options import CONFIG, SETTING_OPTIONS, Module, ScriptArgs, find_sources, typed, with_options
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole, say
 from uneven.config.sources import from_outside
 from uneven.errors import InputError
 from uneven.format import format_bytes
@@ -25,16 +21,19 @@ if TYPE_CHECKING:
     from uneven.plan.plan import Plan
     from uneven.plan.predict import Prediction
 
-SECONDS = 10.0
 LEFT_OUT = ("resume", "replay", "overwrite", "progress")  # settings that a plan has no use for
+OPTIONS = {"config": CONFIG, **{name: one for name, one in SETTING_OPTIONS.items() if name not in LEFT_OUT}}
 
 
+@with_options(OPTIONS)
 def plan(
-    script: Path,
-    args: list[str] | None = None,
-    module: bool = False,
-    seconds: float = SECONDS,
-    as_json: bool = False,
+    script: Annotated[Path, typer.Argument(help="The script that is to be trained.")],
+    args: ScriptArgs = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long to measure all devices together, at least 1.")
+    ] = 10.0,
+    module: Module = False,
+    as_json: Json = False,
     **options: Any,
 ) -> None:
     """Predict the speed of your script with every policy, on every subset of the devices, and recommend one.
@@ -74,13 +73,11 @@ def plan(
     if out is not None:
         write_plan(made, Path(out))
     if as_json:
-        json.dump(made.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(made.to_json())
     else:
         _print(made)
     if out is not None:
-        command = shlex.join(run_command(found, Path(out), options))
-        print(f"uneven: the plan is in {out}; take it with: {command}", file=sys.stderr)
+        say(f"the plan is in {out}; take it with: {shlex.join(run_command(found, Path(out), options))}")
 
 
 def run_command(script: Script, out: Path, options: Mapping[str, Any]) -> list[str]:
@@ -88,35 +85,20 @@ def run_command(script: Script, out: Path, options: Mapping[str, Any]) -> list[s
 
     `options` are as typer read them; what run.toml and the environment say, they say to the run, too.
     """
-    command = ["uneven", "run", *script.words, "--out", str(out), "--policy", "auto"]
-    if options.get("config") is not None:
-        command += ["--config", str(options["config"])]
-    for name, setting in settings_of(RunConfig).items():
-        value = options.get(name)
-        if value is None or name in (*LEFT_OUT, "out", "policy"):
-            continue
-        if isinstance(value, bool):
-            command.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
-        else:
-            command += [setting.flag, str(value)]
+    same = {name: value for name, value in options.items() if name not in ("out", "policy")}
+    command = ["uneven", "run", *script.words, "--out", str(out), "--policy", "auto", *typed(same)]
     return [*command, "--", *script.args] if script.args else command
 
 
 def _print(made: "Plan") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+    console = new_console(120)
     job = made.probe.job
     console.print(
         f"{job.samples_per_epoch:,} samples an epoch, batch {job.batch_size} per device; measured for "
         f"{made.probe.seconds:.0f} s\n"
     )
-    table = Table(box=None, header_style="bold")
-    for heading in ("policy", "devices"):
-        table.add_column(heading)
-    for heading in ("s/epoch", "samples/s", "efficiency", "gain", "shares", "memory"):
-        table.add_column(heading, justify="right")
+    figures = ("s/epoch", "samples/s", "efficiency", "gain", "shares", "memory")
+    table = new_table("policy", "devices", *figures, left=("policy", "devices"))
     for one in made.predictions:
         is_taken = (one.policy, one.devices) == (made.advice.policy, made.advice.devices)
         table.add_row(*_row(one), style="bold" if is_taken else None)
@@ -146,36 +128,3 @@ def _row(one: "Prediction") -> list[str]:
         ":".join(f"{100 * share:.0f}" for share in one.shares),
         format_bytes(max(one.memory_bytes)),
     ]
-
-
-def _give_options() -> None:
-    """The settings of a run are options of its plan, too."""
-    own = {
-        "script": (inspect.Parameter.empty, Annotated[Path, typer.Argument(help="The script that is to be trained.")]),
-        "args": (
-            None,
-            Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options after --.")],
-        ),
-        "seconds": (
-            SECONDS,
-            Annotated[float, typer.Option("--seconds", help="How long to measure all devices together, at least 1.")],
-        ),
-        "module": (False, MODULE_OPTION),
-        "config": (None, CONFIG_OPTION),
-        "as_json": (False, Annotated[bool, typer.Option("--json", help="Print the plan and the probe as JSON.")]),
-    }
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if name in ("script", "args") else inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=annotation,
-        )
-        for name, (default, annotation) in own.items()
-    ]
-    parameters += [option_of(setting) for name, setting in settings_of(RunConfig).items() if name not in LEFT_OUT]
-    plan.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    plan.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-
-
-_give_options()

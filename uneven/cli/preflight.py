@@ -1,24 +1,40 @@
 """`uneven preflight`: everything that is checked before a run, without the run, on this machine or on several."""
 
-import inspect
-import json
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from uneven.cli import complete
-from uneven.cli.run import CONFIG_OPTION, MACHINE_OPTIONS, MODULE_OPTION, find_sources, read_machines
+from uneven.cli.options import CONFIG, MACHINE_OPTIONS, Module, find_sources, read_machines, with_options
+from uneven.cli.output import Json, print_json, say
+from uneven.errors import InputError
+from uneven.files import ABSENT
 from uneven.launch.find_script import Script, find_script, refuse_no_file
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What --json prints: of one machine with its warnings, of several with the links between them."""
+
+    machines: list[dict[str, Any]]
+    warnings: list[str] | None = field(default=None, metadata=ABSENT)
+    links: Any = field(default=None, metadata=ABSENT)
+
+
+@with_options({"config": CONFIG, **MACHINE_OPTIONS})
 def preflight(
-    script: Path | None = None,
-    devices: str | None = None,
-    as_json: bool = False,
-    skip: str | None = None,
-    module: bool = False,
+    script: Annotated[Path | None, typer.Argument(help="The script that is to be trained.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.", autocompletion=complete.devices),
+    ] = None,
+    module: Module = False,
+    as_json: Json = False,
+    skip: Annotated[
+        str | None, typer.Option("--skip", help="Checks to leave out, as in clock,links.", metavar="CHECK,...")
+    ] = None,
     **options: Any,
 ) -> None:
     """Check everything that a run needs, without training: versions, devices, number formats, code, memory, disk,
@@ -44,7 +60,6 @@ def preflight(
     if machines is None:
         _check_here(found, devices, as_json)
         return
-    from uneven.errors import InputError
     from uneven.launch.nodes.lead import CHECKED, lead_script
 
     if found is None:
@@ -52,9 +67,9 @@ def preflight(
     settings = {"devices": devices, **({} if skip is None else {"skip": skip})}
     facts = lead_script(found, settings, machines, is_check=True)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(Checked(**facts))
     else:
-        print(f"uneven: {CHECKED}", file=sys.stderr)
+        say(CHECKED)
 
 
 def _check_here(script: Script | None, devices: str, as_json: bool) -> None:
@@ -75,38 +90,6 @@ def _check_here(script: Script | None, devices: str, as_json: bool) -> None:
         refuse_plain_script(script, len(found))
     warnings = table.warnings(facts)
     if as_json:
-        print(json.dumps({"machines": [facts], "warnings": warnings}, indent=2))
+        print_json(Checked([facts], warnings))
         return
     print(*table.lines([facts]), *(f"warning: {line}" for line in warnings), "All is well.", sep="\n")
-
-
-def _give_options() -> None:
-    """The options of several machines are those of `uneven run`."""
-    kinds = {
-        "script": Annotated[Path | None, typer.Argument(help="The script that is to be trained.")],
-        "devices": Annotated[
-            str | None,
-            typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.", autocompletion=complete.devices),
-        ],
-        "module": MODULE_OPTION,
-        "config": CONFIG_OPTION,
-        "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
-        "skip": Annotated[
-            str | None, typer.Option("--skip", help="Checks to leave out, as in clock,links.", metavar="CHECK,...")
-        ],
-    }
-    defaults = {"script": None, "devices": None, "module": False, "as_json": False, "skip": None}
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if name == "script" else inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name),
-            annotation=kind,
-        )
-        for name, kind in {**kinds, **MACHINE_OPTIONS}.items()
-    ]
-    preflight.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    preflight.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-
-
-_give_options()

@@ -1,14 +1,13 @@
 """`uneven bench scaling`: throughput against the number of ranks."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli import bench_options as options
-from uneven.cli.tables import print_whole
+from uneven.cli import options
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 def scaling(
     model: options.Model = "lenet",
-    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    data: options.Data = None,
     device: Annotated[str, typer.Option(help="cpu (cores shared out) or cuda (one GPU per rank).")] = "cpu",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with 1 among them.")] = "1,2",
     policy: options.Policy = "balanced",
@@ -35,7 +34,7 @@ def scaling(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="With --runs: tokens of a sample, for tokens/s.")] = 1,
     out: Annotated[Path | None, typer.Option(help="A page with the plot, as in scaling.html.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Samples/s of 1, 2, ... ranks and the law Speedup = N / (1 + alpha (N - 1)) that fits them.
 
@@ -77,7 +76,7 @@ def scaling(
 
 def _show(found: "Scaling", title: str, out: Path | None, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found.to_json(), indent=1))
+        print_json(found)
     else:
         _print(found)
     if out is not None:
@@ -87,16 +86,11 @@ def _show(found: "Scaling", title: str, out: Path | None, as_json: bool) -> None
 
 
 def _print(found: "Scaling") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from uneven.bench.undisturbed import FOOTNOTE, mark
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    table = Table(box=None, header_style="bold")
+    console = new_console()
     headings = (found.counted, f"{found.unit}/s", "speed-up", "predicted", "off by")
-    for heading in (*headings, "comm / compute", "alpha", "by timeline"):
-        table.add_column(heading, justify="right")
+    table = new_table(*headings, "comm / compute", "alpha", "by timeline")
     for point in found.points:
         half = "" if point.half_width == float("inf") else f" +- {point.half_width:,.0f}"
         is_derived = point.predicted is not None and not point.is_disturbed
@@ -108,13 +102,12 @@ def _print(found: "Scaling") -> None:
         table.add_row(f"{point.ranks}", *marked, predicted, off, *cells)
     print_whole(console, table)
     if any(point.is_disturbed for point in found.points) or any(row.is_disturbed for row in found.cold_starts):
-        console.print(f"\n{FOOTNOTE}", markup=False)
+        console.print(f"\n{FOOTNOTE}")
     if found.alpha is not None:
         console.print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
     if found.cold_starts:
-        starts = Table(box=None, header_style="bold")
-        for heading in ("compile", "before the first step, s", "first step, ms", "a step, ms", "pays after steps"):
-            starts.add_column(heading, justify="left" if heading == "compile" else "right")
+        headings = ("compile", "before the first step, s", "first step, ms", "a step, ms", "pays after steps")
+        starts = new_table(*headings, left=("compile",))
         for row in found.cold_starts:
             even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
             times = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")

@@ -4,21 +4,33 @@ Exit codes: 0 done (or a dry run), 1 not confirmed or a device does not train, 2
 setup can install here, or it failed; the message says what to do.
 """
 
-import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from uneven.cli.diagnose import gpu_lines, print_sections
+from uneven.cli.output import Json, new_console, print_json, say
+from uneven.cli.torch_builds import ask
 from uneven.errors import InputError, MachineError
+from uneven.install.advice import Advice, Machine, advise, read_machine
+from uneven.install.check import Checked, check_devices
+from uneven.install.steps import Step, install_step, run_step
 
-if TYPE_CHECKING:
-    from uneven.install.advice import Advice, Machine
-    from uneven.install.check import Checked
-    from uneven.install.steps import Step
+
+@dataclass(frozen=True)
+class SetUp:
+    """What --json prints."""
+
+    machine: Machine
+    advice: Advice
+    environment: str
+    command: tuple[str, ...] | None  # that installs; null if nothing is to be installed
+    installed: bool
+    checks: list[Checked] | None
 
 
 def setup(
@@ -31,7 +43,7 @@ def setup(
     index_url: Annotated[
         str | None, typer.Option(help="Take the wheel from this index, such as a mirror.", metavar="URL")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find the hardware, choose and install the torch that covers it, and check it with a training step per device.
 
@@ -42,9 +54,6 @@ def setup(
 
     uneven setup -y           install without asking, then check
     """
-    from uneven.install.advice import advise, read_machine
-    from uneven.install.steps import install_step
-
     machine = read_machine()
     advice = advise(machine, build, index_url)
     step: Step | None = None
@@ -59,26 +68,16 @@ def setup(
         _install(advice, step, yes, as_json)
         checks = _check(advice, as_json)
     if as_json:
-        document = {
-            "machine": asdict(machine),
-            "advice": asdict(advice),
-            "environment": sys.prefix,
-            "command": None if step is None else list(step.command),
-            "installed": step is not None and checks is not None,
-            "checks": None if checks is None else [asdict(check) for check in checks],
-        }
-        print(json.dumps(document, indent=2))
+        command = None if step is None else step.command
+        print_json(SetUp(machine, advice, sys.prefix, command, step is not None and checks is not None, checks))
     failed = [check.device for check in checks or () if not check.ok]
     if failed:
-        typer.echo(f"uneven: torch does not train on {', '.join(failed)}", err=True)
+        say(f"torch does not train on {', '.join(failed)}")
         raise typer.Exit(1)
 
 
-def _install(advice: "Advice", step: "Step | None", yes: bool, as_json: bool) -> None:
+def _install(advice: Advice, step: Step | None, yes: bool, as_json: bool) -> None:
     """Run the command, if there is one, after a confirmation."""
-    from uneven.cli.torch_builds import ask
-    from uneven.install.steps import run_step
-
     if step is None:
         if advice.is_installed:
             return
@@ -87,37 +86,32 @@ def _install(advice: "Advice", step: "Step | None", yes: bool, as_json: bool) ->
         if not sys.stdin.isatty():
             raise InputError("there is no terminal to ask for confirmation: add -y to install, or --dry-run to look")
         if not ask(f"Install into {sys.prefix}?"):
-            typer.echo("uneven: nothing was installed", err=True)
+            say("nothing was installed")
             raise typer.Exit(1)
     run_step(step, lambda line: typer.echo(f"  {line}", err=as_json))
 
 
-def _check(advice: "Advice", as_json: bool) -> "list[Checked]":
-    from uneven.install.check import Checked, check_devices
-
-    def say(check: Checked) -> None:
+def _check(advice: Advice, as_json: bool) -> list[Checked]:
+    def show(check: Checked) -> None:
         typer.echo(f"  {check}", err=as_json or not check.ok)
 
     typer.echo("Training step on every device:", err=as_json)
-    checks = check_devices(Path(sys.executable), say)
+    checks = check_devices(Path(sys.executable), show)
     # A GPU build that shows no GPU has failed, though the CPU of it trains.
     if advice.covers and [check.device for check in checks] == ["cpu"]:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them" if hidden is not None else "run 'uneven diagnose'"
         checks.append(Checked("cuda", False, error=f"torch shows none of {', '.join(advice.covers)}: {why}"))
-        say(checks[-1])
+        show(checks[-1])
     if not as_json and all(check.ok for check in checks):
         typer.echo(f"torch trains here. Next: uneven {'devices --measure' if advice.covers else 'demo'}")
     return checks
 
 
-def _print_plan(machine: "Machine", advice: "Advice", step: "Step | None") -> None:
-    from rich.console import Console
+def _print_plan(machine: Machine, advice: Advice, step: Step | None) -> None:
     from rich.text import Text
 
-    from uneven.cli.diagnose import gpu_lines, print_sections
-
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     system, torch = machine.system, machine.torch
     build = f"{torch.version} for {' '.join(torch.archs) or 'the CPU'}" if torch.error is None else torch.error
     hardware = [

@@ -1,21 +1,75 @@
 """`uneven simulate`: a policy's run on a cluster that is described in a file and need not exist."""
 
-import json
 import math
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from uneven.cli.tables import print_whole
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
+from uneven.config.sources import load_toml
 from uneven.errors import InputError
-
-if TYPE_CHECKING:
-    from uneven.simulate.cluster import Cluster, Job, Policy
-    from uneven.simulate.simulation import Simulated
+from uneven.files import ABSENT
+from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy
+from uneven.simulate.scenario import read_scenario
+from uneven.simulate.simulation import Simulated
+from uneven.simulate.simulation import simulate as simulate_policy
+from uneven.simulate.tally import STATES
 
 MANY = 50  # ranks from which on a line says what is being simulated
+
+
+@dataclass(frozen=True)
+class KindOfDevice:
+    """All ranks with one kind of device."""
+
+    name: str
+    count: int  # of ranks that were ever there
+    share: float  # of all samples
+    time: dict[str, float]  # the fraction by state
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one cluster."""
+
+    policy: str
+    seconds: float
+    seconds_per_epoch: float
+    samples: int
+    samples_per_s: float
+    efficiency: float
+    rounds: int
+    time: dict[str, float]  # of all ranks, the fraction by state
+    kinds: list[KindOfDevice]
+    limits: str
+    failures: int
+    joins: int
+    trained_again: int
+    counts: tuple[int, ...]  # samples per step, or slots per window, of each rank
+    shares: tuple[float, ...]
+    over_time: tuple[tuple[float, float], ...]
+    ranks: int | None = field(default=None, metadata=ABSENT)  # with --curve
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What --json prints; docs/simulate.md describes it."""
+
+    title: str
+    ranks: int
+    machines: int
+    samples_per_s_alone: float
+    results: list[Row]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What --curve --json prints."""
+
+    points: list[Row]
 
 
 def simulate(
@@ -33,7 +87,7 @@ def simulate(
         Path | None,
         typer.Option(help="Write a page: lanes, efficiency over time, what limits; as in out.html.", show_default="no"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; messages go to stderr.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Simulate training on a cluster: time per epoch, efficiency and what limits it, for every policy.
 
@@ -60,7 +114,8 @@ def simulate(
         return
     found = [_simulate_one(described, job, one, hours) for one in policies]
     if as_json:
-        print(json.dumps(to_json(title, described, job, found), indent=1))
+        machines, speed = len(set(described.machines)), described.speed(job.batch_size)
+        print_json(Simulation(title, len(described.ranks), machines, speed, [row_of(one) for one in found]))
     else:
         _print_table(title, described, found)
     if page is not None:
@@ -70,22 +125,15 @@ def simulate(
         print(f"wrote {page}", file=sys.stderr)
 
 
-def read_file(path: Path, seed: int | None = None) -> "tuple[str, Cluster, Job]":
+def read_file(path: Path, seed: int | None = None) -> tuple[str, Cluster, Job]:
     """The title, cluster and job of a file."""
-    from dataclasses import replace
-
-    from uneven.config.sources import load_toml
-    from uneven.simulate.scenario import read_scenario
-
     table = load_toml(path)
     described, job = read_scenario(table, str(path))
     return table.get("title", path.stem), described if seed is None else replace(described, seed=seed), job
 
 
-def read_policies(text: str) -> "list[Policy]":
+def read_policies(text: str) -> list[Policy]:
     """ "sync,async" -> those two; "all" -> every one."""
-    from uneven.simulate.cluster import POLICIES
-
     names = list(POLICIES) if text == "all" else text.split(",")
     for name in names:
         if name not in POLICIES:
@@ -93,47 +141,38 @@ def read_policies(text: str) -> "list[Policy]":
     return [one for one in POLICIES if one in names]
 
 
-def to_json(title: str, cluster: "Cluster", job: "Job", found: "list[Simulated]") -> dict[str, Any]:
-    """What --json prints; docs/simulate.md describes it."""
-    return {
-        "title": title,
-        "ranks": len(cluster.ranks),
-        "machines": len(set(cluster.machines)),
-        "samples_per_s_alone": cluster.speed(job.batch_size),
-        "results": [_result_json(one) for one in found],
-    }
+def row_of(one: Simulated, ranks: int | None = None) -> Row:
+    return Row(
+        policy=one.policy,
+        seconds=one.seconds,
+        seconds_per_epoch=one.seconds_per_epoch,
+        samples=one.samples,
+        samples_per_s=one.samples_per_s,
+        efficiency=one.efficiency,
+        rounds=one.rounds,
+        time={state: one.mean(state) for state in STATES},
+        kinds=kinds_of(one),
+        limits=one.limits,
+        failures=one.failures,
+        joins=one.joins,
+        trained_again=one.trained_again,
+        counts=one.counts,
+        shares=one.shares,
+        over_time=one.over_time,
+        ranks=ranks,
+    )
 
 
-def _result_json(one: "Simulated") -> dict[str, Any]:
-    from uneven.simulate.tally import STATES
-
-    numbers = ("policy", "seconds", "seconds_per_epoch", "samples", "samples_per_s", "efficiency", "rounds")
-    rest = ("limits", "failures", "joins", "trained_again", "counts", "shares", "over_time")
-    return {
-        **{name: getattr(one, name) for name in numbers},
-        "seconds_per_epoch": one.seconds_per_epoch if math.isfinite(one.seconds_per_epoch) else None,
-        "time": {state: one.mean(state) for state in STATES},
-        "kinds": kinds_of(one),
-        **{name: getattr(one, name) for name in rest},
-    }
-
-
-def kinds_of(one: "Simulated") -> list[dict[str, Any]]:
+def kinds_of(one: Simulated) -> list[KindOfDevice]:
     """Per kind of device: how many ranks were ever there, their part of all samples, and their time by state."""
-    from uneven.simulate.tally import STATES
-
     places: dict[str, list[int]] = {}
     for rank, name in enumerate(one.kinds):
         places.setdefault(name, []).append(rank)
-    return [
-        {
-            "name": name,
-            "count": len(ranks),
-            "share": math.fsum(one.shares[rank] for rank in ranks),
-            "time": {state: one.mean(state, ranks) for state in STATES},
-        }
-        for name, ranks in places.items()
-    ]
+    found = []
+    for name, ranks in places.items():
+        share, time = math.fsum(one.shares[rank] for rank in ranks), {state: one.mean(state, ranks) for state in STATES}
+        found.append(KindOfDevice(name, len(ranks), share, time))
+    return found
 
 
 def _check_page(page: Path) -> None:
@@ -144,14 +183,12 @@ def _check_page(page: Path) -> None:
         raise InputError(f"--page {page}: there is no folder {page.parent}; make it, or name another one")
 
 
-def _simulate_one(cluster: "Cluster", job: "Job", policy: "Policy", hours: float) -> "Simulated":
-    from uneven.simulate.simulation import simulate as run
-
+def _simulate_one(cluster: Cluster, job: Job, policy: Policy, hours: float) -> Simulated:
     if not hours > 0.0:
         raise InputError(f"--hours {hours:g} must be above 0")
     if len(cluster.ranks) >= MANY:
         print(f"simulating {policy} on {len(cluster.ranks):,} ranks ...", file=sys.stderr)
-    return run(cluster, job, policy, hours)
+    return simulate_policy(cluster, job, policy, hours)
 
 
 def _read_numbers(text: str) -> list[int]:
@@ -165,30 +202,31 @@ def _read_numbers(text: str) -> list[int]:
 
 
 def _show_curve(
-    cluster: "Cluster", job: "Job", policies: "list[Policy]", numbers: list[int], hours: float, as_json: bool
+    cluster: Cluster, job: Job, policies: list[Policy], numbers: list[int], hours: float, as_json: bool
 ) -> None:
     rows = []
     for ranks in numbers:
         many = cluster.resized(ranks)
         rows += [(ranks, _simulate_one(many, job, policy, hours)) for policy in policies]
     if as_json:
-        points = [{"ranks": ranks, **_result_json(one)} for ranks, one in rows]
-        print(json.dumps({"points": points}, indent=1))
+        print_json(Curve([row_of(one, ranks) for ranks, one in rows]))
         return
-    table = _new_table("ranks", "policy", "samples/s", "efficiency", "communication", "wait", "settling")
+    headings = ("ranks", "policy", "samples/s", "efficiency", "communication", "wait", "settling")
+    table = new_table(*headings, left=("policy",), pad_edge=False)
     for ranks, one in rows:
         shown = [_percent(one, state) for state in ("communication", "wait", "settling")]
         table.add_row(f"{ranks:,}", one.policy, f"{one.samples_per_s:,.0f}", f"{one.efficiency:.3f}", *shown)
-    _print(table)
+    print_whole(new_console(), table)
     print("\nWhat limits:")
     for ranks, one in rows:
         print(f"  {ranks:>7,}  {one.policy:8}  {one.limits}")
 
 
-def _print_table(title: str, cluster: "Cluster", found: "list[Simulated]") -> None:
+def _print_table(title: str, cluster: Cluster, found: list[Simulated]) -> None:
     machines = len(set(cluster.machines))
     print(f"{title}: {len(cluster.ranks):,} ranks on {machines:,} machine{'s' if machines > 1 else ''}\n")
-    table = _new_table("policy", "s/epoch", "samples/s", "efficiency", "communication", "wait")
+    headings = ("policy", "s/epoch", "samples/s", "efficiency", "communication", "wait")
+    table = new_table(*headings, left=("policy",), pad_edge=False)
     for one in found:
         table.add_row(
             one.policy,
@@ -198,7 +236,7 @@ def _print_table(title: str, cluster: "Cluster", found: "list[Simulated]") -> No
             _percent(one, "communication"),
             _percent(one, "wait"),
         )
-    _print(table)
+    print_whole(new_console(), table)
     print("\nWhat limits:")
     for one in found:
         print(f"  {one.policy:8}  {one.limits}")
@@ -209,20 +247,5 @@ def _print_table(title: str, cluster: "Cluster", found: "list[Simulated]") -> No
             print(f"  {one.policy:8}  {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples again")
 
 
-def _percent(one: "Simulated", state: str) -> str:
+def _percent(one: Simulated, state: str) -> str:
     return f"{100 * one.mean(state):.1f} %"
-
-
-def _new_table(*headings: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    return table
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    print_whole(Console(highlight=False, markup=False), table)

@@ -3,14 +3,19 @@
 None of them runs the user's script or reads a pickle.
 """
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.cli.output import Json, new_console, new_table, print_json, say
 from uneven.errors import InputError
-from uneven.files import NO_STATE, json_text, may_hold_states
+from uneven.files import NO_STATE, may_hold_states
+
+if TYPE_CHECKING:
+    from uneven.results.comparison import Comparison, TensorRow
+    from uneven.results.saved_state import Entry
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,8 +24,19 @@ app = typer.Typer(
 )
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or one checkpoint in it.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 ROWS = 20  # differing tensors that are printed; --json has all
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What export --json prints."""
+
+    file: str
+    from_: str
+    kind: str
+    slot: int | None
+    tensors: int
+    bytes: int
 
 
 @app.command("show")
@@ -37,13 +53,11 @@ def show(run: Run, as_json: Json = False) -> None:
     _check_folders(run)
     from uneven.results.saved_state import run_contents
 
-    entries = run_contents(run)
+    found = run_contents(run)
     if as_json:
-        newest = _newest(entries)
-        document = {"folder": str(run), "newest_whole": None if newest is None else newest["path"], "states": entries}
-        print(json_text(document))
+        print_json(found)
     else:
-        _print_contents(run, entries)
+        _print_contents(run, found["states"])
 
 
 def _check_folders(*folders: Path) -> None:
@@ -56,48 +70,40 @@ def _check_folders(*folders: Path) -> None:
             raise InputError(f"{folder} {NO_STATE}")
 
 
-def _print_contents(run: Path, entries: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("state", "slot", "epochs", "samples", "last metrics", "MB", "saved (UTC)", "whole"):
-        table.add_column(heading, justify="right" if heading in ("slot", "epochs", "samples", "MB") else "left")
+def _print_contents(run: Path, entries: "list[Entry]") -> None:
+    console = new_console(120)
+    headings = ("state", "slot", "epochs", "samples", "last metrics", "MB", "saved (UTC)", "whole")
+    table = new_table(*headings, left=("state", "last metrics", "saved (UTC)", "whole"), padding=(0, 2, 0, 0))
     for entry in entries:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("metrics", {}).items())
         date = (entry.get("date") or "-").replace("T", " ").removesuffix("+00:00")
         table.add_row(
             entry["name"],
-            *(_number(entry.get(key)) for key in ("slot", "epochs", "samples")),
+            *(_number(number) for number in (entry.get("slot"), entry.get("epochs"), entry.get("samples"))),
             metrics or "-",
             f"{entry['bytes'] / 1e6:,.2f}",
             date,
             "yes" if entry["whole"] else "NO",
         )
-    console.print(f"{run}\n", markup=False)
+    console.print(f"{run}\n")
     console.print(table)
     console.print()
     for name, value in _facts(entries).items():
-        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        console.print(f"{name}: {value}", soft_wrap=True)
     for entry in entries:
         if not entry["whole"]:
-            console.print(f"not whole: {entry['name']}: {entry['fault']}", markup=False, soft_wrap=True)
-
-
-def _newest(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The furthest whole one; of a result and a checkpoint at the same slot the result, which comes last."""
-    whole = [entry for entry in reversed(entries) if entry["whole"]]
-    return max(whole, key=lambda entry: entry["slot"] or 0, default=None)
+            console.print(f"not whole: {entry['name']}: {entry['fault']}", soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-def _facts(entries: list[dict[str, Any]]) -> dict[str, str]:
+def _facts(entries: "list[Entry]") -> dict[str, str]:
     """What the newest whole state says about the run."""
-    last = _newest(entries)
+    from uneven.results.saved_state import newest_whole
+
+    last = newest_whole(entries)
     if last is None:
         return {"newest whole": "none"}
     devices = last["devices"] if isinstance(last["devices"], str) else ", ".join(last["devices"] or ())
@@ -136,18 +142,19 @@ def diff(
     states = []
     for folder in (a, b):
         state, faults = newest_state(folder)
-        _tell(f"passed over {fault}" for fault in faults)
+        for fault in faults:
+            say(f"passed over {fault}")
         states.append(state)
     found = compare_states(*states)
     if as_json:
-        print(json_text(found))
+        print_json(found)
     else:
         print(f"A: {states[0].title}\nB: {states[1].title}")
         print("\n".join(_difference_lines(found)))
     raise typer.Exit(0 if found["equal"] else 1)
 
 
-def _difference_lines(found: dict[str, Any]) -> list[str]:
+def _difference_lines(found: "Comparison") -> list[str]:
     lines = [f"{name}: {x!r} | {y!r}" for name, (x, y) in (found["settings"] | found["position"]).items()]
     for group in dict.fromkeys(row["group"] for row in found["tensors"]):
         rows = [row for row in found["tensors"] if row["group"] == group]
@@ -164,7 +171,7 @@ def _difference_lines(found: dict[str, Any]) -> list[str]:
     return [*lines, "equal bit by bit" if found["equal"] else "different"]
 
 
-def _row_text(row: dict[str, Any]) -> str:
+def _row_text(row: "TensorRow") -> str:
     if "only_in" in row:
         return f"only in {row['only_in'].upper()}"
     if "shapes" in row:
@@ -172,11 +179,6 @@ def _row_text(row: dict[str, Any]) -> str:
     types = f"{row['dtypes'][0]} | {row['dtypes'][1]}, " if "dtypes" in row else ""
     odd = f", {row['not_finite']} not finite" if row["not_finite"] else ""
     return f"{types}largest difference {row['max_abs']:.3g}, relative {row['max_rel']:.3g}{odd}"
-
-
-def _tell(lines: Any) -> None:
-    for line in lines:
-        print(f"uneven: {line}", file=sys.stderr)
 
 
 @app.command("export")
@@ -201,10 +203,11 @@ def export(
     from uneven.results.saved_state import export_model, newest_state
 
     state, faults = newest_state(run)
-    _tell(f"passed over {fault}" for fault in faults)
+    for fault in faults:
+        say(f"passed over {fault}")
     size = export_model(state, to, overwrite)
     if as_json:
-        document = {"file": str(to), "from": str(state.folder), "kind": state.kind, "slot": state.record.get("slot")}
-        print(json_text({**document, "tensors": len(state.tensors), "bytes": size}))
+        slot = state.record.get("slot")
+        print_json(Exported(str(to), str(state.folder), state.kind, slot, len(state.tensors), size))
     else:
         print(f"{to}: {len(state.tensors)} tensors, {size / 1e6:,.2f} MB, of {state.title}")

@@ -1,15 +1,16 @@
 """`uneven status`: the runs of this user on this machine, live and ended: where each is, and what each rank does."""
 
-import json
 import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.output import Json, new_console, new_table, print_json
 from uneven.errors import InputError
 from uneven.format import format_clock
 
@@ -25,6 +26,13 @@ HEADINGS = ("rank", "device", "machine", "share", "samples/s", "step", "round", 
 SPARE = ("round", "step", "machine", "phase", "share")  # left out where the terminal is narrow, the first one first
 
 
+@dataclass(frozen=True)
+class Listed:
+    """What --json prints."""
+
+    runs: list[dict[str, Any]]
+
+
 def status(
     run: Annotated[
         str | None,
@@ -36,7 +44,7 @@ def status(
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Ended runs, too: the last 100.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show your runs on this machine: for each rank its device, share of the samples, speed and what it does.
 
@@ -63,31 +71,19 @@ def status(
         return runs if chosen is None else [one for one in runs if one.id == chosen.id] or [chosen]
 
     if as_json:
-        print(json.dumps({"runs": [_document(one) for one in read()]}, indent=2))
+        print_json(Listed([{**one.to_json(), "eta_s": _eta_s(one)} for one in read()]))
     elif watch:
         _watch(read, ends=chosen is not None)
     else:
-        console = _console()
+        console = new_console(WIDTH)
         console.print(_picture(read(), show_all, console.width))
-
-
-def _document(run: "KnownRun") -> dict[str, Any]:
-    return {**run.to_json(), "eta_s": _eta_s(run.record) if run.is_live else None}
-
-
-def _console() -> Any:
-    """No markup: folders and scripts have the names that users give them, as in runs/[lr=0.1]."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else WIDTH
-    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def _watch(read: Any, *, ends: bool) -> None:
     """Until Ctrl-C; where one run is meant, until it has ended."""
     from rich.live import Live
 
-    console = _console()
+    console = new_console(WIDTH)
     if not sys.stdout.isatty():  # there Live would show the last picture alone, at the end
         _show_each(read, lambda picture: _write(console, picture), console, ends=ends)
         return
@@ -151,7 +147,7 @@ def _heading(run: "KnownRun") -> Any:
         total = f"/{record['total']:,}" if record.get("total") else ""
         place += [f"step {record['slot']:,}{steps}", f"samples {record['samples']:,}{total}"]
         place.append(f"{record['samples_per_s']:,.0f} samples/s")
-    if (eta_s := _eta_s(record)) is not None:
+    if (eta_s := _eta_s(run)) is not None:
         place.append(f"ETA {format_clock(eta_s)}")
     lines.append("  " + "  ".join(place))
     if record.get("generation"):
@@ -194,11 +190,8 @@ def _rank_cells(rank: dict[str, Any]) -> dict[str, str]:
 
 
 def _ended_table(runs: "list[KnownRun]") -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("run", "script", "ended", "result", "took", "samples", "folder"):
-        table.add_column(heading, justify="right" if heading in ("took", "samples") else "left")
+    left = ("run", "script", "ended", "result", "folder")
+    table = new_table("run", "script", "ended", "result", "took", "samples", "folder", left=left, padding=(0, 2, 0, 0))
     for run in runs:
         record = run.record
         ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(record.get("end") or 0.0)))
@@ -210,7 +203,8 @@ def _ended_table(runs: "list[KnownRun]") -> Any:
     return table
 
 
-def _eta_s(record: dict[str, Any]) -> float | None:
-    if not record.get("total") or not record.get("samples_per_s"):
+def _eta_s(run: "KnownRun") -> float | None:
+    record = run.record
+    if not run.is_live or not record.get("total") or not record.get("samples_per_s"):
         return None
     return max(0.0, float(record["total"] - record["samples"]) / float(record["samples_per_s"]))

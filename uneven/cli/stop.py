@@ -1,15 +1,32 @@
 """`uneven stop`: a run of this user finishes its step, saves and ends, as after Ctrl-C in its terminal."""
 
-import json
-import sys
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from uneven.cli import complete
+from uneven.cli.options import check_seconds
+from uneven.cli.output import Json, print_json, say
 from uneven.errors import InputError, RankError
 
-WAIT_S = 600.0
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    id: str
+    script: str | None
+    result: str | None
+    saved: str | None  # the folder of its state
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What --json prints."""
+
+    stopped: list[Ended]
+    failed: list[str]  # why
 
 
 def stop(
@@ -25,8 +42,8 @@ def stop(
     now: Annotated[
         bool, typer.Option("--now", help="A second Ctrl-C 1.5 s later: what is not saved by then is lost.")
     ] = False,
-    wait: Annotated[float, typer.Option("--wait", help="How long to wait for its end.", metavar="SECONDS")] = WAIT_S,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    wait: Annotated[float, typer.Option("--wait", help="How long to wait for its end.", metavar="SECONDS")] = 600.0,
+    as_json: Json = False,
 ) -> None:
     """Stop a run, as Ctrl-C in its terminal does: it finishes its step, saves, and ends with exit code 130 (143 if it
     was started in the background so that it ignores Ctrl-C). Waits for its end, and prints where its state is.
@@ -45,28 +62,26 @@ def stop(
     from uneven.launch.control.ask import stop_run
     from uneven.launch.control.known_runs import choose_known, live_runs
 
-    if not wait > 0:  # not a number, too
-        raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
+    check_seconds("--wait", wait)
     if stop_all and run is not None:
         raise InputError(f"--all with run {run!r}: name one run, or all of them")
     chosen = [one for one in live_runs() if one.leader is None] if stop_all else [choose_known(run, live_only=True)]
-    ended, failed = list[dict[str, Any]](), list[str]()
+    ended, failed = list[Ended](), list[str]()
     for one in chosen:
         try:
-            record = stop_run(one, wait, now=now, say=_say)
+            record = stop_run(one, wait, now=now, say=say)
         except RankError as error:
             failed.append(str(error))
             continue
         slot = f" after {record['slot']:,} steps" if record.get("slot") else ""
-        _say(f"run {one.id} ({one.script}) {record.get('result', 'has ended')}{slot}; {_where(record)}")
-        found = {"result": record.get("result"), "saved": record.get("saved")}
-        ended.append({"id": one.id, "script": one.record.get("script"), **found})
+        say(f"run {one.id} ({one.script}) {record.get('result', 'has ended')}{slot}; {_where(record)}")
+        ended.append(Ended(one.id, one.record.get("script"), record.get("result"), record.get("saved")))
     if as_json:
-        print(json.dumps({"stopped": ended, "failed": failed}, indent=2))
+        print_json(Stopped(ended, failed))
     if failed:
         raise RankError("\nuneven: ".join(failed))
     if not chosen:
-        _say("no run of yours is led here")
+        say("no run of yours is led here")
 
 
 def _where(record: dict[str, Any]) -> str:
@@ -77,7 +92,3 @@ def _where(record: dict[str, Any]) -> str:
         return "nothing was saved"
     look = f"; look in {record['out']}" if record.get("out") else ""
     return f"whether it has saved is not known: this shell's history of runs (UNEVEN_HOME) has no line about it{look}"
-
-
-def _say(line: str) -> None:
-    print(f"uneven: {line}", file=sys.stderr)

@@ -1,12 +1,12 @@
 """`uneven bench strategies`: memory, traffic and time of every strategy, ours and PyTorch's."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from uneven.cli.output import new_console, new_table, print_json
 from uneven.config.text import numbers
 from uneven.errors import InputError
 
@@ -76,11 +76,11 @@ def strategies(
 
     if paired:
         ratios = bench.measure_pairs(order, tell)
-        print(json.dumps(bench.pairs_to_json(order, ratios), indent=1)) if as_json else _print_pairs(ratios)
+        print_json(bench.pairs_to_json(order, ratios)) if as_json else _print_pairs(ratios)
         return
     rows = bench.measure_strategies(order, tell)
     if as_json:
-        print(json.dumps(bench.rows_to_json(order, rows), indent=1))
+        print_json(bench.rows_to_json(order, rows))
     else:
         _print_rows(rows, has_shares=memory is not None)
     if not all(row.is_good for row in rows):
@@ -88,9 +88,7 @@ def strategies(
 
 
 def _print_rows(rows: "Sequence[StrategyRow]", *, has_shares: bool) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = new_console(100)
     good = [row for row in rows if row.cause is None]
     console.print("MB on the rank that holds most: measured/by the formula\n")
     console.print(_memory_table(good))
@@ -105,18 +103,13 @@ def _print_rows(rows: "Sequence[StrategyRow]", *, has_shares: bool) -> None:
         console.print(_parts_table(good))
     for row in rows:
         if row.cause is not None:
-            console.print(f"\n{row.name} failed: {row.cause}", markup=False)
+            console.print(f"\n{row.name} failed: {row.cause}")
         for name in sorted({name for rank in row.ranks for name in rank["unequal"]}):
-            console.print(f"\n{row.name}: {name} is not the same on all ranks", markup=False)
+            console.print(f"\n{row.name}: {name} is not the same on all ranks")
 
 
-def _table(headings: Sequence[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
-    return table
+def _table(*headings: str) -> Any:
+    return new_table(*headings, left=headings[:1], no_wrap=True, padding=(0, 1, 0, 0))
 
 
 def _mb(number: float | None, digits: int = 1) -> str:
@@ -124,7 +117,7 @@ def _mb(number: float | None, digits: int = 1) -> str:
 
 
 def _memory_table(rows: "Sequence[StrategyRow]") -> Any:
-    table = _table(("", "params", "gradients", "state", "other", "all", "off", "+step", "peak", "RSS"))
+    table = _table("", "params", "gradients", "state", "other", "all", "off", "+step", "peak", "RSS")
     for row in rows:
         found = row.largest
         held, predicted = found["held"], found["predicted"]
@@ -145,7 +138,7 @@ def _memory_table(rows: "Sequence[StrategyRow]") -> Any:
 def _step_table(rows: "Sequence[StrategyRow]") -> Any:
     from uneven.bench.undisturbed import mark
 
-    table = _table(("", "wire", "payload", "ms", "loss", "off", "drift", "worst", "in sync"))
+    table = _table("", "wire", "payload", "ms", "loss", "off", "drift", "worst", "in sync")
     for row in rows:
         first = row.ranks[0]
         sent = [rank["wire"] for rank in row.ranks]
@@ -172,7 +165,7 @@ def _waits_most(row: "StrategyRow") -> dict[str, float] | None:
 def _communication_table(rows: "Sequence[StrategyRow]") -> Any:
     from uneven.bench.undisturbed import mark
 
-    table = _table(("", "in flight", "hidden", "exposed"))
+    table = _table("", "in flight", "hidden", "exposed")
     for row in rows:
         found = _waits_most(row)
         if found is None:
@@ -184,7 +177,7 @@ def _communication_table(rows: "Sequence[StrategyRow]") -> Any:
 
 
 def _parts_table(rows: "Sequence[StrategyRow]") -> Any:
-    table = _table(("", *(f"rank {rank}" for rank in range(max(len(row.ranks) for row in rows)))))
+    table = _table("", *(f"rank {rank}" for rank in range(max(len(row.ranks) for row in rows))))
     for row in rows:
         if row.is_sharded:
             table.add_row(row.name, *(f"{part:.1%}" for part in row.parts()))
@@ -192,11 +185,9 @@ def _parts_table(rows: "Sequence[StrategyRow]") -> Any:
 
 
 def _print_pairs(found: "Sequence[Paired]") -> None:
-    from rich.console import Console
-
     from uneven.bench.undisturbed import mark
 
-    table = _table(("", "against", "ms", "its ms", "ratio", "pairs", "at least as fast"))
+    table = _table("", "against", "ms", "its ms", "ratio", "pairs", "at least as fast")
     for pair in found:
         mean, half = pair.interval()
         figures = (
@@ -207,7 +198,7 @@ def _print_pairs(found: "Sequence[Paired]") -> None:
         marked = [mark(figure, pair.is_disturbed) for figure in figures]
         verdict = {True: "yes", False: "no", None: "-"}[pair.is_as_fast]
         table.add_row(pair.ours, pair.theirs, *marked, f"{len(pair.our_s)}", verdict)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     console.print("ratio: its time over ours; at least as fast: the interval lies above 0.97\n")
     console.print(table)
     _print_footnote(console, found)
@@ -217,4 +208,4 @@ def _print_footnote(console: Any, found: "Sequence[Paired | StrategyRow]") -> No
     from uneven.bench.undisturbed import FOOTNOTE
 
     if any(measured.is_disturbed for measured in found):
-        console.print(f"\n{FOOTNOTE}", markup=False)
+        console.print(f"\n{FOOTNOTE}")

@@ -2,17 +2,15 @@
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli import bench_options as options
-from uneven.cli.run import MODULE_OPTION
-from uneven.cli.sweep_bar import SweepBar
-from uneven.cli.tables import print_whole
+from uneven.cli import options
+from uneven.cli.output import Json, new_console, new_table, print_json, print_whole, say
 from uneven.errors import InputError, RankError
-from uneven.files import json_text
 from uneven.launch.find_script import find_script
 
 if TYPE_CHECKING:
@@ -20,13 +18,25 @@ if TYPE_CHECKING:
     from uneven.bench.sweep.plan import SweepOrder
     from uneven.bench.sweep.run import Outcome
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
-EqualTime = Annotated[
-    bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
-]
-Jobs = Annotated[
-    int, typer.Option(min=1, help="On GPUs: seeds after the first run N at a time, for their quality only.")
-]
+
+@dataclass(frozen=True)
+class Swept:
+    """What sweep --json prints."""
+
+    done: list[str]
+    kept: list[str]
+    failed: dict[str, str]  # run: why
+    disturbed: list[str]
+    skipped: dict[str, str]  # mode: why
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What sweep --dry-run --json prints."""
+
+    run: list[str]
+    kept: list[str]
+    skipped: dict[str, str]
 
 
 def sweep(
@@ -47,10 +57,14 @@ def sweep(
     efficiency: Annotated[
         bool, typer.Option("--efficiency", help="Also measure efficiency by pairs; takes minutes each.")
     ] = False,
-    equal_time: EqualTime = False,
-    out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
+    ] = False,
+    out: options.RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
-    jobs: Jobs = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="On GPUs: seeds after the first run N at a time, for their quality only.")
+    ] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -110,7 +124,7 @@ def _run(order: "SweepOrder", is_quiet: bool) -> tuple["SweepOrder", "Outcome"]:
             provide(order, bar.print_line)
             return order, run_sweep(order, bar.show_run)
     except KeyboardInterrupt:
-        print(f"uneven: stopped; finished runs are kept in {order.out}, the same command goes on", file=sys.stderr)
+        say(f"stopped; finished runs are kept in {order.out}, the same command goes on")
         raise
 
 
@@ -123,9 +137,8 @@ def _print_plan(order: "SweepOrder", as_json: bool) -> None:
     missing = [*find_missing(order, cells), *find_missing(order, longer)]
     cells += longer
     if as_json:
-        names = {"run": missing, "kept": [cell for cell in cells if cell not in missing]}
-        planned = {key: [cell.name for cell in some] for key, some in names.items()}
-        print(json_text({**planned, "skipped": {one.mode: one.reason for one in skipped}}))
+        kept = [cell.name for cell in cells if cell not in missing]
+        print_json(Planned([cell.name for cell in missing], kept, {one.mode: one.reason for one in skipped}))
         return
     lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
     print("\n".join([*lines, *(f"not   {left_out.mode}: {left_out.reason}" for left_out in skipped)]))
@@ -133,7 +146,8 @@ def _print_plan(order: "SweepOrder", as_json: bool) -> None:
 
 def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> None:
     if as_json:
-        print(json_text(outcome.to_json()))
+        skipped = {one.mode: one.reason for one in outcome.skipped}
+        print_json(Swept(outcome.done, outcome.kept, outcome.failed, outcome.disturbed, skipped))
         return
     print(f"{len(outcome.done)} runs done, {len(outcome.kept)} kept, {len(outcome.failed)} failed, in {order.out}")
     for left_out in outcome.skipped:
@@ -147,8 +161,8 @@ def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> No
 
 def policies(
     script: Annotated[Path, typer.Argument(help="Your script, which trains with uneven.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
-    module: MODULE_OPTION = False,
+    args: options.ScriptArgs = None,
+    module: options.Module = False,
     devices: Annotated[str, typer.Option(help="As in cpu,cpu@0.4 or auto.")] = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data, in each policy.")] = 3,
     policies: Annotated[str | None, typer.Option(help="Only these, as in balanced,async.", show_default="all")] = None,
@@ -178,36 +192,31 @@ def policies(
     except KeyboardInterrupt:
         is_cut = True
     if as_json:
-        print(json_text(trial.to_json()))
+        print_json(trial.to_json())
     elif trial.rows or not is_cut:
         _print_trial(trial)
     if is_cut:
         done = {row.policy for row in trial.rows}
-        print(f"uneven: stopped; not finished: {', '.join(one for one in chosen if one not in done)}", file=sys.stderr)
+        say(f"stopped; not finished: {', '.join(one for one in chosen if one not in done)}")
         raise typer.Exit(130)
     if trial.failed:
         raise RankError("\n".join(f"{policy}: {why}" for policy, why in trial.failed.items()))
 
 
 def _print_trial(trial: "Trial") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from uneven.bench.undisturbed import FOOTNOTE, mark
 
     names = list(dict.fromkeys(name for row in trial.rows for name in row.metrics))
-    table = Table(box=None, header_style="bold")
-    for heading in ("policy", "loss", *names, "train s", "samples/s", "efficiency"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    table = new_table("policy", "loss", *names, "train s", "samples/s", "efficiency", left=("policy",))
     for row in trial.rows:
         found = [f"{row.metrics[name]:.4f}" if name in row.metrics else "" for name in names]
         efficiency = "" if row.efficiency is None else f"~{row.efficiency:.2f}"
         figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
         table.add_row(row.policy, f"{row.loss:.4f}", *found, *(mark(figure, row.is_disturbed) for figure in figures))
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     print_whole(console, table)
     if any(row.is_disturbed for row in trial.rows):
-        console.print(f"\n{FOOTNOTE}, and none is recommended", markup=False)
+        console.print(f"\n{FOOTNOTE}, and none is recommended")
     if trial.recommended is not None:
         policy, reason = trial.recommended
         console.print(f"\nRecommended: {policy} ({reason}).")
@@ -221,3 +230,39 @@ def _names(text: str | None, option: str) -> tuple[str, ...] | None:
     if not found:
         raise InputError(f"{option} {text!r} has no name")
     return found
+
+
+class SweepBar:
+    """The sweep's progress with the time left, on a terminal as a bar, elsewhere a line per run."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, quiet=is_quiet)
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._progress.add_task("", total=None, left="")
+
+    def __enter__(self) -> "SweepBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def print_line(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def show_run(self, name: str, number: int, many: int, seconds: float) -> None:
+        """Called before each run."""
+        left = f"about {seconds / number * (many - number) / 60:.0f} min left" if number else ""
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=number, total=many, description=name, left=left)
+        else:
+            self._console.print(f"{number + 1}/{many} {name} {left}".rstrip())

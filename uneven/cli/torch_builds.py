@@ -3,22 +3,24 @@
 Nothing here loads torch. Results go to stdout, progress and messages to stderr.
 """
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import typer
 
+from uneven.cli.output import Json, print_json
 from uneven.errors import InputError, Terminated
+from uneven.files import ABSENT
 from uneven.format import align_columns, format_bytes
-
-if TYPE_CHECKING:
-    from uneven.hardware.gpus import Gpu
-    from uneven.install.builds import Build
+from uneven.hardware.gpus import Gpu, read_gpus
+from uneven.hardware.torchbuild import installed_version
+from uneven.install import builds
+from uneven.install.builds import Build, builds_folder
+from uneven.install.source_build import parse_archs, plan_source_build, run_source_build
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,9 +28,85 @@ app = typer.Typer(
     epilog="Builds are in $UNEVEN_HOME/torch, by default ~/.local/share/uneven/torch. Example: uneven torch list",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
+
+
+@dataclass(frozen=True)
+class GpuHere:
+    """A GPU of this machine."""
+
+    index: int
+    name: str
+    sm: str | None
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A build, and whether it has code for the GPUs here: null where that cannot be said."""
+
+    name: str
+    version: str
+    cuda: str | None
+    hip: str | None
+    archs: tuple[str, ...]
+    size_bytes: int
+    python: str
+    source: str
+    is_active: bool
+    support: dict[str, str] | None  # of each architecture: OK, JIT or MISSING
+    covers: bool | None
+    wheels: str | None = field(default=None, metadata=ABSENT)  # the folder of the wheel that was built
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What list --json prints."""
+
+    folder: str
+    active: str | None
+    gpus: list[GpuHere]
+    builds: list[Covered]
+    unfinished: list[str]
+    current: str | None  # the torch of the environment in which it was called
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What install --dry-run --json prints."""
+
+    name: str
+    source: str
+    folder: str
+    commands: list[str]
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """What build --dry-run --json prints."""
+
+    name: str
+    torch: str
+    archs: str
+    toolkit: str | None
+    jobs: int
+    commands: list[str]
+    missing: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True)
+class Activated:
+    """What activate --json prints."""
+
+    active: str | None
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What remove --json prints."""
+
+    removed: str
 
 
 @app.command("list", epilog="Example: uneven torch list --json")
@@ -36,42 +114,33 @@ def list_all(as_json: Json = False) -> None:
     """Show all builds: version, CUDA, architectures, size, which is active, and whether it covers the GPUs here. The
     torch of the current environment is listed, too.
     """
-    from uneven.hardware.gpus import read_gpus
-    from uneven.hardware.torchbuild import installed_version
-    from uneven.install.builds import active_name, builds_folder, list_builds, unfinished_builds
-
-    gpus, builds, unfinished = read_gpus().gpus, list_builds(), unfinished_builds()
+    gpus, known = read_gpus().gpus, builds.list_builds()
+    active, unfinished = builds.active_name(), builds.unfinished_builds()
     current = installed_version()  # of this environment
     if as_json:
-        document = {
-            "folder": str(builds_folder()),
-            "active": active_name(),
-            "gpus": [{"index": gpu.index, "name": gpu.name, "sm": gpu.sm} for gpu in gpus],
-            "builds": [_document(build, gpus) for build in builds],
-            "unfinished": unfinished,
-            "current": current,
-        }
-        typer.echo(json.dumps(document, indent=2))
+        here, covered = [GpuHere(gpu.index, gpu.name, gpu.sm) for gpu in gpus], [_covered(one, gpus) for one in known]
+        print_json(Listed(str(builds_folder()), active, here, covered, unfinished, current))
         return
-    rows = [_row(build, gpus) for build in builds]
+    rows = [_row(build, gpus) for build in known]
     rows += [] if current is None else [("(this environment)", current, "-", "-", "-", "-", sys.prefix)]
     if rows:
         headings = ("name", "torch", "for", "archs", "size", "covers the GPUs here", "")
         typer.echo("\n".join(align_columns([headings, *rows])))
     for name in unfinished:
         typer.echo(f"{name}: interrupted; install it again, or: uneven torch remove {name}")
-    if not builds:
+    if not known:
         typer.echo(f"no builds in {builds_folder()}; install one: uneven torch install")
-    elif active_name() is None:
-        typer.echo(f"none is active: uneven uses this environment; choose one: uneven torch activate {builds[0].name}")
+    elif active is None:
+        typer.echo(f"none is active: uneven uses this environment; choose one: uneven torch activate {known[0].name}")
 
 
-def _document(build: "Build", gpus: "tuple[Gpu, ...]") -> dict[str, Any]:
+def _covered(build: Build, gpus: tuple[Gpu, ...] = (), wheels: str | None = None) -> Covered:
     found = build.coverage(gpus)
-    return {**asdict(build), "support": found, "covers": None if found is None else "MISSING" not in found.values()}
+    covers = None if found is None else "MISSING" not in found.values()
+    return Covered(**vars(build), support=found, covers=covers, wheels=wheels)
 
 
-def _row(build: "Build", gpus: "tuple[Gpu, ...]") -> tuple[str, ...]:
+def _row(build: Build, gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
     archs = " ".join(arch.removeprefix("sm_") for arch in build.archs) or "-"
     found = build.coverage(gpus) or {}
     missing = [sm for sm, support in found.items() if support == "MISSING"]
@@ -106,25 +175,24 @@ def install(
     If it is interrupted, the same command continues. Exit codes: 0 installed, 1 not confirmed, 2 bad input, 3 not
     possible on this machine, or it failed.
     """
-    from uneven.install.builds import activate as make_active
-    from uneven.install.builds import check_absent, find_build, make_build, plan_build
-
-    plan = plan_build(variant, name, version, index_url)
-    check_absent(plan.name)
+    plan = builds.plan_build(variant, name, version, index_url)
+    builds.check_absent(plan.name)
     lines = [step.line for step in plan.steps]
+    if dry_run and as_json:
+        print_json(Plan(plan.name, plan.source, str(plan.folder), lines))
+        return
     if dry_run:
-        document = {"name": plan.name, "source": plan.source, "folder": str(plan.folder), "commands": lines}
         shown = [f"{plan.name}: {plan.source} into {plan.folder}", *lines, "nothing was done (--dry-run)"]
-        typer.echo(json.dumps(document, indent=2) if as_json else "\n".join(shown))
+        typer.echo("\n".join(shown))
         return
     _say(f"{plan.name}: {plan.source} into {plan.folder}")
     _confirm("install it?", yes)
     with _interruption_told():
-        build = make_build(plan, _say)
+        build = builds.make_build(plan, _say)
     if use:
-        make_active(build.name)
+        builds.activate(build.name)
     if as_json:
-        typer.echo(json.dumps(_document(find_build(build.name), ()), indent=2))
+        print_json(_covered(builds.find_build(build.name)))
         return
     typer.echo(f"{build.name}: torch {build.version}, {build.kind}, {format_bytes(build.size_bytes)}")
     typer.echo("it is active now" if use else f"use it: uneven torch activate {build.name}")
@@ -140,14 +208,11 @@ def activate(
 
     For one call only: UNEVEN_TORCH=NAME uneven run ...; UNEVEN_TORCH=none uses the current environment.
     """
-    from uneven.install.builds import activate as make_active
-    from uneven.install.builds import builds_folder
-
     if (name is None) != none:
         raise InputError("uneven torch activate: name a build, or --none for the current environment")
-    make_active(name)
+    builds.activate(name)
     if as_json:
-        typer.echo(json.dumps({"active": name}))
+        print_json(Activated(name))
     elif name is None:
         typer.echo("no build is active: uneven uses the environment it is called in")
     else:
@@ -165,13 +230,13 @@ def remove(
     as_json: Json = False,
 ) -> None:
     """Delete a build, or what an interrupted installation has left. Only folders made by uneven are deleted."""
-    from uneven.install.builds import check_removable
-    from uneven.install.builds import remove as delete
-
-    folder = check_removable(name, force)
+    folder = builds.check_removable(name, force)
     _confirm(f"delete {folder}?", yes)
-    delete(name, force)
-    typer.echo(json.dumps({"removed": name}) if as_json else f"{name} is removed")
+    builds.remove(name, force)
+    if as_json:
+        print_json(Removed(name))
+    else:
+        typer.echo(f"{name} is removed")
 
 
 @app.command(
@@ -194,39 +259,30 @@ def build(
     What is missing is told beforehand. Interrupted or failed, the same command goes on: git, pip and ninja keep what
     they have. Exit codes: 0 built, 2 bad input, 3 something is missing here or a step failed, 130 stopped by Ctrl-C.
     """
-    from uneven.hardware.gpus import read_gpus
-    from uneven.install.source_build import parse_archs, plan_source_build, run_source_build
-
     sms = [gpu.sm for gpu in read_gpus().gpus if gpu.sm] if archs is None else []
     if archs is None and not sms:
         raise InputError("no NVIDIA GPU is found here: name the architectures, as in --archs '6.1;12.0'")
     plan = plan_source_build(parse_archs(";".join(sms) if archs is None else archs), torch, jobs, name)
-    shown = {
-        "name": plan.name,
-        "torch": plan.torch,
-        "archs": plan.archs,
-        "toolkit": None if plan.toolkit is None else str(plan.toolkit),
-        "jobs": plan.jobs,
-        "commands": [step.line for step in plan.steps],
-        "missing": list(plan.missing),
-        "log": str(plan.log),
-    }
+    lines = [step.line for step in plan.steps]
+    toolkit = None if plan.toolkit is None else str(plan.toolkit)
     if dry_run and as_json:
-        typer.echo(json.dumps(shown, indent=2))
+        print_json(
+            SourcePlan(plan.name, plan.torch, plan.archs, toolkit, plan.jobs, lines, plan.missing, str(plan.log))
+        )
         return
     say = typer.echo if dry_run else _say
     say(f"torch {plan.torch} for {plan.archs} as build {plan.name}: hours with {plan.jobs} jobs, about 35 GB of disk")
-    say(f"CUDA toolkit: {plan.toolkit or 'not found here'}; log: {plan.log}")
+    say(f"CUDA toolkit: {toolkit or 'not found here'}; log: {plan.log}")
     if dry_run:
-        lines = [f"{number}. {step.line}" for number, step in enumerate(plan.steps, start=1)]
-        lines += [f"missing here: {missing}" for missing in plan.missing]
-        typer.echo("\n".join([*lines, "nothing was done (--dry-run)"]))
+        numbered = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
+        missing = [f"missing here: {one}" for one in plan.missing]
+        typer.echo("\n".join([*numbered, *missing, "nothing was done (--dry-run)"]))
         return
     with _interruption_told():
         made = run_source_build(plan, _say)
     wheels = str(plan.work / "wheels")
     if as_json:
-        typer.echo(json.dumps({**_document(made, ()), "wheels": wheels}, indent=2))
+        print_json(_covered(made, wheels=wheels))
         return
     typer.echo(f"{made.name}: torch {made.version}, {made.kind}; use it: uneven torch activate {made.name}")
     typer.echo(f"its wheel, for machines with the same CUDA toolkit: {wheels}")

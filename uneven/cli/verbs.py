@@ -55,7 +55,6 @@ VERBS: dict[str, tuple[Verb, ...]] = {
         Verb("data", "uneven.cli.data:app", "List the data sets and download them"),
         Verb("config", "uneven.cli.config:app", "Show where each setting of a run comes from, check a run.toml"),
         Verb("bench", "uneven.cli.bench:app", "Train the benchmark models and measure them"),
-        Verb("completion", "uneven.cli.completion:completion", "Print the completion script of a shell"),
     ),
 }
 
@@ -74,7 +73,8 @@ def first_screen(has_color: bool = False) -> str:
     for heading, verbs in VERBS.items():
         lines += ["", f"{bold}{heading}{plain}"]
         lines += [f"  {bold}{verb.name:<{width}}{plain}{verb.help}" for verb in verbs]
-    return "\n".join([*lines, "", "--version prints the version, -h or --help this.", *_wrapped(EXIT_CODES)])
+    options = "--version prints the version, -h or --help this, --install-completion teaches your shell the tab key."
+    return "\n".join([*lines, "", *_wrapped(options), *_wrapped(EXIT_CODES)])
 
 
 def is_colored(stream: object) -> bool:

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -166,7 +167,8 @@ def load_toml(path: Path) -> dict[str, Any]:
     raise InputError(f"{path}: TOML files need Python 3.11, or: pip install tomli")
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True)
+class Problem:
     """One thing that is wrong in a file; `line` counts from 1, None where it is nowhere in the file."""
 
     line: int | None

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.device import Device
-from uneven.hardware.gpus import read_gpus
-from uneven.hardware.inventory import read_visible
+from uneven.hardware.gpus import read_gpus, read_visible
 from uneven.hardware.mps_supervisor import CONTROL, END_S, daemon_variables, end_daemon, last_log_line
 from uneven.hardware.torchbuild import read_torch
 

@@ -10,12 +10,9 @@ from collections.abc import Mapping
 
 from uneven.errors import InputError, MachineError, TorchMissingError
 from uneven.hardware.device import Device
-from uneven.hardware.gpus import Gpu, read_gpus
-from uneven.hardware.inventory import read_visible, usable_devices, why_unusable
+from uneven.hardware.gpus import Gpu, read_gpus, read_visible, why_unusable
 from uneven.hardware.mps import require_mps
 from uneven.hardware.torchbuild import installed_version, parse_sm, read_torch, release
-
-__all__ = ["check_device", "refuse_unsupported", "usable_devices"]
 
 OLDEST_TORCH = (2, 8)
 TESTED = "Linux; torch 2.8, 2.11 and 2.13"

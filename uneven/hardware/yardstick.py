@@ -5,34 +5,28 @@ devices reach at most n * slowest.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from uneven.errors import InputError
 
 
-def _check(speeds: Sequence[float]) -> None:
-    if not speeds or not all(0.0 < speed < float("inf") for speed in speeds):
-        raise InputError(f"speeds {list(speeds)!r}: allowed are one or more samples/s above 0")
+@dataclass(frozen=True)
+class Yardstick:
+    """What these devices could reach."""
 
+    gap: float  # fastest over slowest
+    ddp_bound: float  # the largest fraction of the summed speeds that equal-batch DDP can reach
+    ddp_over_fast: float  # the largest speed-up of equal-batch DDP over the fastest device alone; below 1 it is slower
+    joint_over_fast: float  # the largest possible speed-up over the fastest device alone
 
-def gap(speeds: Sequence[float]) -> float:
-    """Fastest over slowest."""
-    _check(speeds)
-    return max(speeds) / min(speeds)
-
-
-def ddp_bound(speeds: Sequence[float]) -> float:
-    """The largest fraction of the summed speeds that equal-batch DDP can reach: n * min / sum."""
-    _check(speeds)
-    return len(speeds) * min(speeds) / sum(speeds)
-
-
-def joint_over_fast(speeds: Sequence[float]) -> float:
-    """The largest possible speedup over the fastest device alone: sum / max."""
-    _check(speeds)
-    return sum(speeds) / max(speeds)
-
-
-def ddp_over_fast(speeds: Sequence[float]) -> float:
-    """The largest speedup of equal-batch DDP over the fastest device alone; below 1 it is slower than that device."""
-    _check(speeds)
-    return len(speeds) * min(speeds) / max(speeds)
+    @classmethod
+    def of(cls, speeds: Sequence[float]) -> "Yardstick":
+        if not speeds or not all(0.0 < speed < float("inf") for speed in speeds):
+            raise InputError(f"speeds {list(speeds)!r}: allowed are one or more samples/s above 0")
+        slowest, fastest, ddp = min(speeds), max(speeds), len(speeds) * min(speeds)
+        return cls(
+            gap=fastest / slowest,
+            ddp_bound=ddp / sum(speeds),
+            ddp_over_fast=ddp / fastest,
+            joint_over_fast=sum(speeds) / fastest,
+        )

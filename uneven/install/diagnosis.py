@@ -6,16 +6,14 @@ names a command that fixes it; a note is information only.
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import uneven
 from uneven.config import Precision
 from uneven.hardware import preflight
 from uneven.hardware.choices import choose_precision
 from uneven.hardware.device import Device
-from uneven.hardware.gpus import Gpu, GpuReport
-from uneven.hardware.inventory import VisibleGpus, read_visible
+from uneven.hardware.gpus import Gpu, GpuReport, VisibleGpus, read_visible
 from uneven.hardware.network import (
     Interface,
     default_route,
@@ -26,6 +24,7 @@ from uneven.hardware.network import (
 from uneven.hardware.system import System
 from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, release
 from uneven.install.advice import Advice, Machine, advise, name_of, oldest_driver, too_old
+from uneven.install.builds import Build, list_builds
 
 _REINSTALL = "uneven setup --force"
 
@@ -40,9 +39,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Compatibility:
-    """Whether torch's compiled code runs on a GPU, which has the driver's index here."""
+    """Whether torch's compiled code runs on a GPU."""
 
-    gpu: Gpu
+    gpu: int  # the driver's index
+    sm: str | None
     support: Support
     detail: str
 
@@ -58,67 +58,49 @@ class DevicePrecision:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The interfaces, and the one that a run over several machines would probably use."""
+
+    interfaces: tuple[Interface, ...]
+    likely: str | None
+    why: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The complete report; the machine is fine if there are no problems."""
 
+    version: str  # of uneven
     system: System
     gpus: GpuReport
     torch: TorchBuild
     compatibility: tuple[Compatibility, ...]
     precision: tuple[DevicePrecision, ...]
-    interfaces: tuple[Interface, ...]
-    likely: str | None
-    likely_why: str
+    network: Network
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     advice: Advice
+    builds: list[Build]  # that uneven torch keeps
 
     @property
     def is_fine(self) -> bool:
         return not self.problems
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values; the top-level keys are stable."""
-        return {
-            "version": uneven.__version__,
-            "system": asdict(self.system),
-            "gpus": asdict(self.gpus),
-            "torch": asdict(self.torch),
-            "compatibility": [
-                {"gpu": fit.gpu.index, "sm": fit.gpu.sm, "support": fit.support.value, "detail": fit.detail}
-                for fit in self.compatibility
-            ],
-            "precision": [asdict(choice) for choice in self.precision],
-            "backends": {
-                "gloo": self.torch.gloo,
-                "nccl": self.torch.nccl,
-                "nccl_version": self.torch.nccl_version,
-            },
-            "network": {
-                "interfaces": [asdict(interface) for interface in self.interfaces],
-                "likely": self.likely,
-                "why": self.likely_why,
-            },
-            "problems": [asdict(problem) for problem in self.problems],
-            "notes": list(self.notes),
-            "advice": asdict(self.advice),
-        }
-
 
 def _compatibility(gpu: Gpu, build: TorchBuild) -> Compatibility:
     if not build.installed or build.error is not None:
-        return Compatibility(gpu, Support.MISSING, "torch is missing or cannot be imported")
+        return Compatibility(gpu.index, gpu.sm, Support.MISSING, "torch is missing or cannot be imported")
     if build.is_cpu_build:
-        return Compatibility(gpu, Support.MISSING, f"torch {build.version} is a CPU build")
+        return Compatibility(gpu.index, gpu.sm, Support.MISSING, f"torch {build.version} is a CPU build")
     if gpu.sm is None:
-        return Compatibility(gpu, Support.MISSING, "its architecture is unknown")
+        return Compatibility(gpu.index, gpu.sm, Support.MISSING, "its architecture is unknown")
     support = arch_support(gpu.sm, build.archs)
     details = {
         Support.OK: f"torch has code that runs on {gpu.sm}",
         Support.JIT: "the driver compiles torch's PTX at first use: slow start, then full speed",
         Support.MISSING: f"torch has no code for {gpu.sm} (it has {' '.join(build.archs) or 'none'})",
     }
-    return Compatibility(gpu, support, details[support])
+    return Compatibility(gpu.index, gpu.sm, support, details[support])
 
 
 def _system_problems(system: System, build: TorchBuild) -> list[Problem]:
@@ -152,8 +134,9 @@ def _gpu_problems(
     names = ", ".join(gpu.name for gpu in usable)
     if build.is_cpu_build:
         return [Problem(f"this machine has {names}, but torch {build.version} is a CPU build", cover)]
-    missing = [fit for fit in fits if fit.support is Support.MISSING and fit.gpu.sm is not None and fit.gpu not in old]
-    problems = [Problem(f"GPU {fit.gpu.index} ({fit.gpu.name}): {fit.detail}", cover) for fit in missing]
+    missing = {fit.gpu: fit.detail for fit in fits if fit.support is Support.MISSING and fit.sm is not None}
+    uncovered = [gpu for gpu in usable if gpu.index in missing]
+    problems = [Problem(f"GPU {gpu.index} ({gpu.name}): {missing[gpu.index]}", cover) for gpu in uncovered]
     required, offered = release(build.cuda), release(report.driver_cuda)
     if visible.gpus or visible.error is None:
         return problems  # torch can use a GPU, so the driver is sufficient whatever its version
@@ -203,15 +186,15 @@ def diagnose(
     cover = advice.fix if advice.kind == "install" else f"{advice.why}: {advice.fix}"
     problems += _gpu_problems(report, build, fits, visible, cover)
     return Diagnosis(
+        version=uneven.__version__,
         system=system,
         gpus=report,
         torch=build,
         compatibility=fits,
         precision=tuple(precision),
-        interfaces=found_interfaces,
-        likely=likely,
-        likely_why=why,
+        network=Network(found_interfaces, likely, why),
         problems=tuple(problems),
         notes=(*_notes(system, report), *describe_vpns(found_interfaces)),
         advice=advice,
+        builds=list_builds(),
     )

@@ -21,7 +21,7 @@ from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError, RefusedError
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.inventory import usable_devices
+from uneven.hardware.gpus import usable_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import newcomer
 from uneven.launch.checks.parity import describe_order

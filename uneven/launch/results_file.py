@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from uneven.config import results_of
 from uneven.launch.cleanup import make_private_folder, remove
@@ -21,13 +21,41 @@ if TYPE_CHECKING:
 VARIABLE = "UNEVEN_RESULTS_FILE"
 
 
+class TookPart(TypedDict):
+    """A device that took part, also one that is gone: when and why."""
+
+    device: str
+    samples: int | None
+    ended: dict[str, Any] | None
+
+
+class RunResult(TypedDict):
+    """One run of the script."""
+
+    policy: str | None
+    devices: str | None
+    finished: bool
+    stopped: str | None  # why it ended before its end
+    epochs: int
+    steps: int
+    samples: int
+    rank_samples: list[int]
+    train_seconds: float
+    samples_since_start: int  # without those before a resume
+    samples_per_s: float | None
+    disturbed: bool | None  # by other programs
+    took_part: list[TookPart]
+    metrics: dict[str, float | None]
+    out: str | None
+
+
 def tell_result(state: "TrainedState", timeline: "Timeline | None") -> None:
     """Called by the first rank at the end of each run, a stopped one too; without a timeline it was over before."""
     if (path := os.environ.get(VARIABLE)) is None:
         return
     seconds = 0.0 if timeline is None else timeline.training_s
     last = state.history[-1] if state.history else {}
-    result = {
+    result: RunResult = {
         "policy": state.config.get("policy"),
         "devices": state.config.get("devices"),
         "finished": state.finished,
@@ -48,19 +76,18 @@ def tell_result(state: "TrainedState", timeline: "Timeline | None") -> None:
         file.write(json.dumps(result) + "\n")
 
 
-def _lane(timeline: "Timeline", lane: "Lane") -> dict[str, Any]:
-    """A device that took part, also one that is gone: when and why."""
+def _lane(timeline: "Timeline", lane: "Lane") -> TookPart:
     ended = None if lane.ended is None else {"s": round(lane.end_ns / 1e9, 3), **asdict(lane.ended)}
     return {"device": timeline.name(lane), "samples": lane.samples, "ended": ended}
 
 
 @contextmanager
-def collected_results() -> Iterator[list[dict[str, Any]]]:
+def collected_results() -> Iterator[list[RunResult]]:
     """Around a run whose own stdout is not wanted: it goes to stderr, and the list is filled at the end.
 
     The file is in a private folder, which goes also where a second signal ends this process (launch/cleanup.py).
     """
-    results: list[dict[str, Any]] = []
+    results: list[RunResult] = []
     folder = make_private_folder()
     path = folder / "results"
     os.environ[VARIABLE] = str(path)

@@ -31,7 +31,8 @@ from uneven.errors import NOTHING_TRAINED, InputError, RefusedError, StoppedErro
 from uneven.files import check_resumed_folder, close_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
-from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.hardware.gpus import usable_devices
+from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.launch.control.listing import Listing, listed
 from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import LaunchEnvironment

@@ -4,8 +4,7 @@ import socket
 from collections.abc import Sequence
 
 from uneven.errors import InputError
-from uneven.hardware.addresses import interface_with
-from uneven.hardware.network import Interface, default_route, read_interfaces
+from uneven.hardware.network import Interface, default_route, interface_with, read_interfaces
 
 
 def choose_address(

@@ -18,8 +18,7 @@ from typing import Any
 
 from uneven.hardware.choices import choose_precision, native_precisions
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
-from uneven.hardware.inventory import usable_devices
+from uneven.hardware.gpus import Gpu, GpuReport, read_gpus, usable_devices
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import installed_version
 from uneven.machines.code import package_digest

@@ -105,7 +105,7 @@ def _is_unmeasurable(task: Task, config: RunConfig) -> bool:
     return not config.is_replicated or not hasattr(task.dataset, "__len__")
 
 
-def _plan_beside(config: RunConfig) -> dict[str, Any] | None:
+def _plan_beside(config: RunConfig) -> Mapping[str, Any] | None:
     """The plan in the run's folder, where it predicted this very policy and devices: the run is compared with it."""
     found = read_plan(config.out)
     if found is None or config.resume is not None or config.replay is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from uneven.config import RunConfig
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
@@ -33,6 +33,22 @@ _COMPARED = (
 )
 # One entry per device: those of a subset are taken from it.
 PER_DEVICE = ("shares", "memory_shares", "memory_cap")
+
+
+class PlanDocument(TypedDict):
+    """A plan as it is written and printed."""
+
+    version: int
+    date: str
+    uneven: str
+    asked: dict[str, Any]  # what the plan is of
+    recommendation: dict[str, Any]
+    predicted: dict[str, Any]  # of what a run follows
+    achieved: dict[str, Any] | None  # by that run
+    predictions: list[dict[str, Any]]
+    strategies: list[dict[str, Any]]
+    notes: list[str]
+    probe: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Plan:
         wanted = ALONE if len(devices) == 1 else policy
         return next((p for p in self.predictions if p.policy == wanted and p.devices == tuple(devices)), None)
 
-    def to_json(self, chosen: Prediction | None = None) -> dict[str, Any]:
+    def to_json(self, chosen: Prediction | None = None) -> PlanDocument:
         """As it is written and printed; `chosen`: the prediction that the run follows, otherwise the advice's."""
         chosen = chosen or self.prediction(self.advice.policy, self.advice.devices)
         assert chosen is not None, "the advice is one of the predictions"

@@ -1,7 +1,7 @@
 """What differs between two saved states: settings, position, and every tensor. `uneven state diff`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,7 +16,50 @@ _AROUND = {
 _POSITION = ("slot", "samples", "ledger", "dropped", "skipped")
 
 
-def compare_states(a: SavedState, b: SavedState) -> dict[str, Any]:
+class Side(TypedDict):
+    """One of the two states."""
+
+    folder: str
+    kind: str
+    slot: int | None
+
+
+class Difference(TypedDict, total=False):
+    """What differs; of equal tensors the shape alone."""
+
+    only_in: str  # a or b
+    shapes: list[list[int]]  # where they differ
+    shape: list[int]
+    dtypes: list[str]
+    max_abs: float  # the largest difference
+    max_rel: float
+    not_finite: int
+
+
+class NamedTensor(TypedDict):
+    """Every tensor has these keys."""
+
+    group: str  # model, or a rank's
+    name: str
+    equal: bool
+
+
+class TensorRow(NamedTensor, Difference):
+    """One tensor of both states, or of one alone."""
+
+
+class Comparison(TypedDict):
+    """What differs between two states."""
+
+    a: Side
+    b: Side
+    equal: bool  # bit by bit
+    settings: dict[str, list[Any]]
+    position: dict[str, list[Any]]
+    tensors: list[TensorRow]
+
+
+def compare_states(a: SavedState, b: SavedState) -> Comparison:
     """Every difference as JSON; "equal" where there is none, bit by bit.
 
     Tensors of the ranks are compared where both states have that rank. Random states are compared and do not count:
@@ -41,8 +84,8 @@ def compare_states(a: SavedState, b: SavedState) -> dict[str, Any]:
         "equal": not settings
         and not position
         and all(row["equal"] for row in tensors if not row["name"].startswith("random.")),
-        "settings": settings,
-        "position": position,
+        "settings": {key: list(pair) for key, pair in settings.items()},
+        "position": {key: list(pair) for key, pair in position.items()},
         "tensors": tensors,
     }
 
@@ -70,24 +113,22 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tu
             yield name, (a.get(name), b.get(name))
 
 
-def _tensors(
-    group: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]
-) -> Iterator[dict[str, Any]]:
+def _tensors(group: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[TensorRow]:
     for name in names:
-        row: dict[str, Any] = {"group": group, "name": name, "equal": False}
         if name not in a or name not in b:
-            yield {**row, "only_in": "a" if name in a else "b"}
+            yield {"group": group, "name": name, "equal": False, "only_in": "a" if name in a else "b"}
         else:
-            yield {**row, **_difference(a[name], b[name])}
+            found = _difference(a[name], b[name])
+            yield {"group": group, "name": name, "equal": set(found) == {"shape"}, **found}
 
 
-def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
+def _difference(a: Tensor, b: Tensor) -> Difference:
     shapes = [list(a.shape), list(b.shape)]
     if shapes[0] != shapes[1]:
         return {"shapes": shapes}
-    types = {} if a.dtype == b.dtype else {"dtypes": [str(a.dtype), str(b.dtype)]}
+    types: Difference = {} if a.dtype == b.dtype else {"dtypes": [str(a.dtype), str(b.dtype)]}
     if not types and torch.equal(_bits(a), _bits(b)):
-        return {"equal": True, "shape": shapes[0]}
+        return {"shape": shapes[0]}
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     both = x.isfinite() & y.isfinite()

@@ -6,7 +6,7 @@ Used by `uneven state`: what a run's folder holds, the export of a model, and th
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -110,7 +110,60 @@ def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
     return to.stat().st_size
 
 
-def run_contents(run: Path) -> list[dict[str, Any]]:
+class HalfWritten(TypedDict):
+    """What a killed run has left has these keys alone."""
+
+    name: str
+    kind: str  # checkpoint or result
+    whole: bool
+    fault: str | None  # why it is not whole
+    bytes: int
+
+
+class Entry(HalfWritten, total=False):
+    """One state."""
+
+    path: str
+    slot: int | None
+    samples: int | None
+    epochs: float | None
+    finished: bool | None
+    stopped: str | None
+    cause: str | None  # why it was saved
+    ledger: dict[str, Any] | None
+    metrics: dict[str, float | None]
+    params: int | None
+    tensors: int | None
+    files: dict[str, Any] | None
+    ranks: int | None
+    devices: Any
+    policy: str | None
+    version: int | None
+    versions: dict[str, str]
+    date: str | None
+
+
+class Contents(TypedDict):
+    """What a run's folder holds."""
+
+    folder: str
+    newest_whole: str | None
+    states: list[Entry]
+
+
+def run_contents(run: Path) -> Contents:
+    entries = _entries(run)
+    newest = newest_whole(entries)
+    return {"folder": str(run), "newest_whole": None if newest is None else newest["path"], "states": entries}
+
+
+def newest_whole(entries: list[Entry]) -> Entry | None:
+    """The furthest whole one; of a result and a checkpoint at the same slot the result, which comes last."""
+    whole = [entry for entry in reversed(entries) if entry["whole"]]
+    return max(whole, key=lambda entry: entry["slot"] or 0, default=None)
+
+
+def _entries(run: Path) -> list[Entry]:
     """An entry for each state in a folder, oldest first, and for what a killed run left half-written."""
     checkpoints = find_checkpoints(run)
     if checkpoints == [run]:
@@ -130,7 +183,7 @@ def run_contents(run: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _entry(folder: Path, name: str) -> dict[str, Any]:
+def _entry(folder: Path, name: str) -> Entry:
     fault, sizes = None, list[int]()
     try:
         state = open_state(folder)
@@ -150,7 +203,12 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
         "kind": record.get("kind", "result" if name == "result" else "checkpoint"),
         "whole": fault is None,
         "fault": fault,
-        **{key: record.get(key) for key in ("slot", "samples", "finished", "stopped", "cause", "ledger")},
+        "slot": record.get("slot"),
+        "samples": samples,
+        "finished": record.get("finished"),
+        "stopped": record.get("stopped"),
+        "cause": record.get("cause"),
+        "ledger": record.get("ledger"),
         "epochs": round(samples / epoch_samples, 3) if samples is not None and epoch_samples else None,
         "metrics": _metrics(record),
         "params": sum(sizes),
@@ -160,14 +218,15 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
         "ranks": record.get("world_size"),
         "devices": record.get("devices", config.get("devices")),
         "policy": config.get("policy"),
-        **{key: record.get(key) for key in ("version", "date")},
+        "version": record.get("version"),
+        "date": record.get("date"),
         "versions": record.get("versions", {}),
     }
 
 
-def _metrics(record: dict[str, Any]) -> dict[str, float]:
+def _metrics(record: dict[str, Any]) -> dict[str, float | None]:
     """The numbers of the last evaluation, else of the last epoch."""
-    entries = [
+    entries: list[dict[str, float | None]] = [
         {name: value for name, value in results_of(entry).items() if isinstance(value, int | float)}
         for entry in record.get("history", [])
     ]

@@ -10,6 +10,7 @@ from uneven.bench.report.build import build_report
 from uneven.bench.report.page import curve, render_page
 from uneven.bench.report.sections import calibration, render_markdown
 from uneven.errors import InputError
+from uneven.files import json_text
 from uneven.timeline.sample import Sample
 
 PAIR_SPEEDS = {"solo_samples_per_s": [800.0, 300.0], "joint_samples_per_s": 1074.0}
@@ -150,7 +151,7 @@ def test_broken_folders_are_named_and_the_rest_is_reported(tmp_path: Path) -> No
     text = render_markdown(report)
     assert "## What failed" in text
     assert "seed-1 | summary.json cannot be read |" in text
-    assert json.loads(json.dumps(report.to_json()))["version"] == 1
+    assert json.loads(json_text(report))["version"] == 1
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no finished run.*bench sweep"):
         build_report(tmp_path / "empty")

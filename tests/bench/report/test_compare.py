@@ -10,6 +10,7 @@ from uneven.bench.report.check import check_baseline, write_baseline
 from uneven.bench.report.compare import compare
 from uneven.bench.report.pack import pack
 from uneven.errors import InputError
+from uneven.files import json_text
 
 
 def sweep(root: Path, shift: float, speed: float, model: str = "lenet") -> Path:
@@ -45,7 +46,7 @@ def test_two_runs_of_one_model_in_different_modes(tmp_path: Path) -> None:
     (found,) = compare(first, second)
     assert found.mode == "solo-0 -> cpu-async"
     assert "one pair does not show chance" in found.verdict
-    assert json.loads(json.dumps(found.to_json()))["quality_half"] is None
+    assert json.loads(json_text(found))["quality_half"] is None
     with pytest.raises(InputError, match="compare runs of one model"):
         compare(first, make_run(tmp_path, "mlp", "solo-0", 0, 0.9))
     with pytest.raises(InputError, match="no model, mode and seed in common"):

@@ -10,7 +10,7 @@ from tests.hardware.fakes import GTX_1060, RTX_5060_TI, make_system
 from uneven import InputError
 from uneven.config import RunConfig, Task
 from uneven.hardware.device import Device
-from uneven.hardware.inventory import VisibleGpus
+from uneven.hardware.gpus import VisibleGpus
 from uneven.hardware.roster import Roster
 from uneven.hardware.system import Cpu
 from uneven.launch.checks import parity, preflight

@@ -4,10 +4,10 @@ Read from what was seen while the run went on, and from the files that it left.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from uneven.files import read_json
 
@@ -31,6 +31,32 @@ class Counted:
     samples: int = 0
     lost: int = 0
     doubled: int = 0
+
+
+class Settled(TypedDict):
+    """How long the others took until they trained on."""
+
+    count: int
+    median_s: float
+    max_s: float
+
+
+class ChaosDocument(TypedDict):
+    """What --json prints."""
+
+    version: int
+    seed: int
+    ranks: int
+    exit_code: int | None
+    seconds: float
+    stopped: bool  # by the user
+    faults: list[Injected]
+    settled: Settled | None
+    generations: list[dict[str, Any]]
+    samples: Counted | None
+    trained_again: int | None  # at most
+    exactly_once: bool
+    right: bool  # exit code 0, and every sample counted exactly once
 
 
 @dataclass
@@ -70,7 +96,7 @@ class ChaosReport:
             return "the run left no finished state: it must train by fit, Ddp.builder or Ddp.setup, and to the end"
         return f"{self.counted.lost:,} samples were lost and {self.counted.doubled:,} trained twice"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ChaosDocument:
         times = self.settle_times
         return {
             "version": VERSION,
@@ -79,10 +105,10 @@ class ChaosReport:
             "exit_code": self.code,
             "seconds": self.seconds,
             "stopped": self.is_stopped,
-            "faults": [asdict(fault) for fault in self.faults],
+            "faults": self.faults,
             "settled": {"count": len(times), "median_s": median(times), "max_s": max(times)} if times else None,
             "generations": self.generations,
-            "samples": None if self.counted is None else asdict(self.counted),
+            "samples": self.counted,
             "trained_again": self.trained_again,
             "exactly_once": self.is_exactly_once,
             "right": self.is_right,

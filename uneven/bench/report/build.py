@@ -9,7 +9,7 @@ undisturbed.py). Ranks that share a GPU without slices take turns on it, so thei
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from uneven.bench.single.shape import is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
-from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.hardware.yardstick import Yardstick
 from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
 VERSION = 1
@@ -131,9 +131,6 @@ class Report:
     commands: list[str]  # the sweeps that made the runs
     rule: str = RULE
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def build_report(root: Path) -> Report:
     """The report of a folder; InputError if it holds no finished run."""
@@ -172,8 +169,8 @@ def _model(runs: ModelRuns) -> ModelReport:
         source=recipe.published.source if recipe.published else None,
         recipe_epochs=recipe.epochs,
         settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
-        gap=gap(alone) if alone else None,
-        sync_bound=ddp_bound(alone) if alone else None,
+        gap=Yardstick.of(alone).gap if alone else None,
+        sync_bound=Yardstick.of(alone).ddp_bound if alone else None,
         target=runs.target,
         rows=rows,
         best=best,

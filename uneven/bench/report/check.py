@@ -10,7 +10,7 @@ or taken away since the runs were packed is a fault, and so is a run whose own f
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from uneven.bench.single.modes import OWN_LOOP
 from uneven.bench.single.shape import Shape, fits, is_number, optional
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import read_json
+from uneven.files import ABSENT, read_json
 
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
@@ -72,9 +72,7 @@ class Judged:
     equal_time: float | None  # quality when the best single device had finished
     is_short: bool = False  # trained too little for its quality to be held against anything
     faults: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    sweep: str | None = field(default=None, metadata=ABSENT)  # where a folder has several
 
 
 def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:

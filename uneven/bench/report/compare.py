@@ -7,9 +7,8 @@ undisturbed.py; their quality is.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
@@ -32,9 +31,6 @@ class Difference:
     speed_half: float
     verdict: str
     is_disturbed: bool = False  # some run was, so there is no verdict about speed
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
 
 def compare(first: Path, second: Path) -> list[Difference]:

@@ -8,12 +8,12 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -24,13 +24,13 @@ from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set
 from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION, write_file
 from uneven.bench.single.modes import Mode, resolve_mode, run_folder
-from uneven.bench.undisturbed import measure_undisturbed, to_marks
+from uneven.bench.undisturbed import measure_undisturbed
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
-from uneven.hardware.inventory import usable_devices
+from uneven.hardware.gpus import usable_devices
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.find_script import Script
 from uneven.launch.run import launch
@@ -74,7 +74,7 @@ class Order:
         return run_folder(self.out, self.model, self.mode, self.seed)
 
 
-def run_single(order: Order) -> dict[str, Any]:
+def run_single(order: Order) -> "PrintedSummary":
     """Train, evaluate and write the folder; returns the summary. A disturbed run may be repeated, see Order."""
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
@@ -83,12 +83,13 @@ def run_single(order: Order) -> dict[str, Any]:
     task, config = make_task(order), make_config(order, mode)
     train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
     summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
-    summary |= to_marks(interference)
-    write_summary(order.folder, summary)
-    return summary
+    is_disturbed, found = interference.is_disturbed, interference.to_json()
+    marked: PrintedSummary = {**summary, "is_disturbed": is_disturbed, "interference": found}
+    write_summary(order.folder, marked)
+    return marked
 
 
-def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str, Any]:
+def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> "Summary":
     with _confined_to(mode.cores):
         program = _train_as_torch_ddp if mode.is_torch_ddp else None
         run = launch(task, config, title=f"{order.model} {order.mode}", program=program, keeps=False)
@@ -150,7 +151,7 @@ def make_config(order: Order, mode: Mode) -> RunConfig:
     )
 
 
-def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
+def _train_own_loop(order: Order, config: RunConfig) -> "Summary":
     """Start own_loop.py as `uneven run` starts scripts; its rank 0 writes the folder, and the summary is read back."""
     if order.eval_every is not None:
         raise InputError(
@@ -163,13 +164,11 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
     reporter = Reporter("off" if order.progress == "off" else "lines")
     record = json.dumps({**vars(order), "out": str(order.out)})
     run_on_ranks(Script(Path(__file__).with_name("own_loop.py"), (record,)), devices, reporter, keeps=False)
-    summary: dict[str, Any] = json.loads((order.folder / "summary.json").read_text())
+    summary: Summary = json.loads((order.folder / "summary.json").read_text())
     return summary
 
 
-def finish_run(
-    order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState
-) -> dict[str, Any]:
+def finish_run(order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState) -> "Summary":
     """Evaluate the trained state and write the rest of its folder; returns the summary."""
     assert task.evaluation is not None, "every recipe is evaluated"
     recipe = models.get(order.model)
@@ -191,6 +190,54 @@ def measure_quality(
     return evaluate_alone(model, recipe.eval_step, test, device, EVAL_BATCH)
 
 
+class MachineFacts(TypedDict):
+    """Where a run was made."""
+
+    processor: str
+    torch: str
+    uneven: str
+
+
+class Summary(TypedDict):
+    """What is to know about a run: summary.json."""
+
+    version: int
+    model: str
+    variant: str | None
+    mode: str
+    data: str
+    devices: list[str]
+    seed: int
+    epochs: int
+    batch_size: int
+    global_batch_size: int | str | None
+    precision: str
+    compile: str
+    lr_scale: float | str | None
+    eval_samples: int | None
+    asked: dict[str, Any]
+    metric: str
+    quality: dict[str, float]
+    published: float | None
+    samples: int
+    dropped: int
+    train_seconds: float
+    samples_per_s: float
+    wall_seconds: float
+    shares: Any
+    sample_shares: list[float]
+    backend: str | None
+    peak_memory_bytes: int
+    machine: MachineFacts
+
+
+class PrintedSummary(Summary):
+    """With what other programs did meanwhile."""
+
+    interference: dict[str, Any] | None
+    is_disturbed: bool
+
+
 def _summary(
     order: Order,
     recipe: Recipe,
@@ -198,7 +245,7 @@ def _summary(
     devices: Sequence[str],
     state: TrainedState,
     quality: dict[str, float],
-) -> dict[str, Any]:
+) -> Summary:
     assert state.timeline is not None, "a joined run has a timeline"
     account = max(state.timeline.accounts, key=lambda rank: rank.training_s)
     return {
@@ -237,13 +284,13 @@ def _summary(
     }
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     write_file(folder / "summary.json", json.dumps(summary, indent=1))
     with suppress(FileNotFoundError):
         (folder / FAILURE).unlink()  # of an earlier attempt
 
 
-def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> None:
+def _write_page(folder: Path, state: TrainedState, summary: Summary) -> None:
     assert state.timeline is not None, "a joined run has a timeline"
     metric = summary["metric"]
     facts = {

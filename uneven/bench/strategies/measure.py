@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from uneven.bench.interval import interval
 from uneven.bench.models import gpt
@@ -161,17 +161,33 @@ def _run_undisturbed(task: StrategyTask, folder: Path) -> tuple[list[dict[str, A
     return measure_undisturbed(lambda: run_ranks(task, folder / f"{next(attempts)}"))
 
 
-def rows_to_json(order: StrategiesOrder, rows: Sequence[StrategyRow]) -> dict[str, Any]:
-    return {"version": 1, "order": asdict(order), "rows": [{**asdict(row), "is_good": row.is_good} for row in rows]}
+class RowsDocument(TypedDict):
+    """What --json prints."""
+
+    version: int
+    order: StrategiesOrder
+    rows: list[dict[str, Any]]
 
 
-def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> dict[str, Any]:
+class PairsDocument(TypedDict):
+    """What --paired --json prints."""
+
+    version: int
+    order: StrategiesOrder
+    pairs: list[dict[str, Any]]
+
+
+def rows_to_json(order: StrategiesOrder, rows: Sequence[StrategyRow]) -> RowsDocument:
+    return {"version": 1, "order": order, "rows": [{**asdict(row), "is_good": row.is_good} for row in rows]}
+
+
+def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> PairsDocument:
     records = []
     for pair in pairs:
         mean, half = pair.interval()
         interval_of = [mean, half if math.isfinite(half) else None]  # one pair has none
         records.append({**asdict(pair), "interval": interval_of, "is_as_fast": pair.is_as_fast})
-    return {"version": 1, "order": asdict(order), "pairs": records}
+    return {"version": 1, "order": order, "pairs": records}
 
 
 def _rows(order: StrategiesOrder) -> list[str]:

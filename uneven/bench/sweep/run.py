@@ -51,15 +51,6 @@ class Outcome:
     skipped: list[Skipped]
     disturbed: list[str] = field(default_factory=list)  # those of `done` whose speeds are marked
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "done": self.done,
-            "kept": self.kept,
-            "failed": self.failed,
-            "disturbed": self.disturbed,
-            "skipped": {skip.mode: skip.reason for skip in self.skipped},
-        }
-
 
 def provide(order: SweepOrder, report: Callable[[str], None]) -> None:
     """Download missing data sets.

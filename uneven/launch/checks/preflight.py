@@ -23,8 +23,7 @@ from uneven.files import make_out_folder
 from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded, native_precisions
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks
-from uneven.hardware.gpus import Gpu, read_gpus
-from uneven.hardware.inventory import read_visible
+from uneven.hardware.gpus import Gpu, read_gpus, read_visible
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch

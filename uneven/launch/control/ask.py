@@ -56,7 +56,7 @@ def ask_to_leave(run: KnownRun, ranks: Sequence[int] | None, wait_s: float) -> M
     return {"refused": f"they have not left within {wait_s:g} s (--wait), and were told to stay"}
 
 
-def stop_run(run: KnownRun, wait_s: float, *, now: bool, say: Callable[[str], None]) -> dict[str, object]:
+def stop_run(run: KnownRun, wait_s: float, *, now: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Stop a live run and wait; what is known about its end. RankError where it has not ended in time.
 
     That is the run's line in the history. Where it has none here (another $UNEVEN_HOME, a history that cannot be

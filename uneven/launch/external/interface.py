@@ -14,8 +14,7 @@ from uneven.comm.fingerprint import exchange
 from uneven.comm.gloo import use_gloo_address
 from uneven.comm.store import Store
 from uneven.errors import InputError
-from uneven.hardware.addresses import interface_with, is_loopback, is_v6, source_address
-from uneven.hardware.network import Interface, read_interfaces
+from uneven.hardware.network import Interface, interface_with, is_loopback, is_v6, read_interfaces, source_address
 from uneven.launch.external.placement import Placement
 
 GLOO, NCCL, FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.hardware.addresses import own_name_resolves_to, source_address
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.gpus import read_gpus
-from uneven.hardware.inventory import read_visible, why_unusable
+from uneven.hardware.gpus import read_gpus, read_visible, why_unusable
+from uneven.hardware.network import own_name_resolves_to, source_address
 from uneven.hardware.optional import read_text
 from uneven.hardware.roster import Roster
 from uneven.hardware.torchbuild import read_torch
