@@ -126,8 +126,6 @@ SHORT_IS_RIGHT = {"cli", "bench/models", "templates"}
 NOT_YET: set[str] = {  # rooms that were written before these rules
     *(
         "api",
-        "cli",
-        "install",
         "launch",
         "machines",
         "policy",

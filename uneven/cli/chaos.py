@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.options import RUN_OPTIONS, Module, ScriptArgs, ScriptPath, find_sources, typed, with_options
-from uneven.cli.output import print_json
+from uneven.cli.output import Json, print_json
 from uneven.config.sources import from_outside
 from uneven.errors import STOPPED, InputError, RankError
 from uneven.launch.find_script import Script, find_script
@@ -21,41 +21,36 @@ if TYPE_CHECKING:
     from uneven.bench.chaos.report import ChaosReport
 
 
+Kill = Annotated[str | None, typer.Option(help="SIGKILL at this rate per rank, as in 0.1/min.", metavar="RATE")]
+Stop = Annotated[
+    str | None, typer.Option(help="SIGSTOP for good: the rank falls silent, as a machine that hangs.", metavar="RATE")
+]
+Pause = Annotated[str | None, typer.Option(help="SIGSTOP, and SIGCONT after --pause-for.", metavar="RATE")]
+PauseFor = Annotated[str, typer.Option("--pause-for", help="How long a paused rank sleeps.", metavar="TIME")]
+At = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="One fault by name, as in 10s:kill:1: rank 1, 10 s after the first step; may be repeated.",
+        metavar="TIME:FAULT:RANK",
+    ),
+]
+Cut = Annotated[str | None, typer.Option(help="All its network connections are shut down.", metavar="RATE")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the faults; the run keeps the seed of its script.")]
+
+
 @with_options(RUN_OPTIONS)
 def chaos(
     script: ScriptPath,
     args: ScriptArgs = None,
-    kill: Annotated[
-        str | None, typer.Option("--kill", help="SIGKILL at this rate per rank, as in 0.1/min.", metavar="RATE")
-    ] = None,
-    stop: Annotated[
-        str | None,
-        typer.Option(
-            "--stop", help="SIGSTOP for good: the rank falls silent, as a machine that hangs.", metavar="RATE"
-        ),
-    ] = None,
-    pause: Annotated[
-        str | None, typer.Option("--pause", help="SIGSTOP, and SIGCONT after --pause-for.", metavar="RATE")
-    ] = None,
-    pause_for: Annotated[
-        str, typer.Option("--pause-for", help="How long a paused rank sleeps.", metavar="TIME")
-    ] = "5s",
-    at: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--at",
-            help="One fault by name, as in 10s:kill:1: rank 1, 10 s after the first step; may be repeated.",
-            metavar="TIME:FAULT:RANK",
-        ),
-    ] = None,
-    cut: Annotated[
-        str | None, typer.Option("--cut", help="All its network connections are shut down.", metavar="RATE")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Of the faults; the run keeps the seed of its script.")
-    ] = 0,
+    kill: Kill = None,
+    stop: Stop = None,
+    pause: Pause = None,
+    pause_for: PauseFor = "5s",
+    at: At = None,
+    cut: Cut = None,
+    seed: Seed = 0,
     module: Module = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object; no progress.")] = False,
+    as_json: Json = False,
     **options: Any,
 ) -> None:
     """Run a script and kill, stop or cut off its ranks: reports whether any sample was lost.

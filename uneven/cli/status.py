@@ -15,7 +15,7 @@ from uneven.errors import InputError
 from uneven.format import format_clock
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.containers import Renderables
 
     from uneven.launch.control.known_runs import KnownRun
 
@@ -100,7 +100,7 @@ def _show_each(read: Any, show: Any, console: Any, *, ends: bool) -> None:
         time.sleep(EVERY_S)
 
 
-def _write(console: Any, picture: "Group") -> None:
+def _write(console: Any, picture: "Renderables") -> None:
     """One picture below the other, at once. Ends the command without a word where nobody reads on, as in `| head`."""
     with console.capture() as drawn:
         console.print(picture)
@@ -113,8 +113,8 @@ def _write(console: Any, picture: "Group") -> None:
         raise typer.Exit(1) from None
 
 
-def _picture(runs: "list[KnownRun]", has_ended: bool, width: int) -> "Group":
-    from rich.console import Group
+def _picture(runs: "list[KnownRun]", has_ended: bool, width: int) -> "Renderables":
+    from rich.containers import Renderables
     from rich.text import Text
 
     live, ended = [run for run in runs if run.is_live], [run for run in runs if not run.is_live]
@@ -128,7 +128,7 @@ def _picture(runs: "list[KnownRun]", has_ended: bool, width: int) -> "Group":
         )
     if ended:
         parts.append(_ended_table(ended))
-    return Group(*parts)
+    return Renderables(parts)
 
 
 def _heading(run: "KnownRun") -> Any:

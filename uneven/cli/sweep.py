@@ -39,6 +39,12 @@ class Planned:
     skipped: dict[str, str]
 
 
+Efficiency = Annotated[bool, typer.Option("--efficiency", help="Also measure efficiency by pairs; takes minutes each.")]
+EqualTime = Annotated[
+    bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
+]
+
+
 def sweep(
     models: Annotated[str | None, typer.Option(help="Only these, as in lenet,mlp.", show_default="all")] = None,
     modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
@@ -54,12 +60,8 @@ def sweep(
     lr_scale: Annotated[float | None, typer.Option(help="Multiplies the lr of the exact modes and DDP.")] = None,
     precision: options.Precision = "fp32",
     compile: options.Compile = "off",
-    efficiency: Annotated[
-        bool, typer.Option("--efficiency", help="Also measure efficiency by pairs; takes minutes each.")
-    ] = False,
-    equal_time: Annotated[
-        bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
-    ] = False,
+    efficiency: Efficiency = False,
+    equal_time: EqualTime = False,
     out: options.RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     jobs: Annotated[
@@ -240,13 +242,9 @@ class SweepBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, quiet=is_quiet)
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.description}"),
-        )
-        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        left, name = TextColumn("{task.fields[left]}"), TextColumn("{task.description}")
+        is_off = not self._console.is_terminal
+        self._progress = Progress(BarColumn(), MofNCompleteColumn(), left, name, console=self._console, disable=is_off)
         self._task = self._progress.add_task("", total=None, left="")
 
     def __enter__(self) -> "SweepBar":

@@ -26,21 +26,20 @@ class Verb(NamedTuple):
 
 
 # In the order in which one does them.
-GET_READY, BEGIN, TRAIN, RESULTS = "Get ready", "Begin", "Train", "Results"
 VERBS: dict[str, tuple[Verb, ...]] = {
-    GET_READY: (
+    "Get ready": (
         Verb("setup", "uneven.cli.setup:setup", "Find the hardware, choose and install the torch that covers it"),
         Verb("torch", "uneven.cli.torch_builds:app", "Keep several torch builds side by side"),
         Verb("diagnose", "uneven.cli.diagnose:diagnose", "Report the system, GPUs, torch, what fits together"),
         Verb("devices", "uneven.cli.devices:devices", "List the devices of this machine"),
     ),
-    BEGIN: (
+    "Begin": (
         Verb("demo", "uneven.cli.demo:demo", "Train LeNet on 10,000 real digits on a fast and a slow device"),
         Verb("init", "uneven.cli.init:init", "Make a project that trains at once"),
         Verb("plan", "uneven.cli.plan:plan", "Predict the speed of your script with every policy"),
         Verb("simulate", "uneven.cli.simulate:simulate", "Simulate training on a cluster"),
     ),
-    TRAIN: (
+    "Train": (
         Verb("run", "uneven.cli.run:run", "Run a script that uses uneven, in one process per device"),
         Verb("join", "uneven.cli.join:join", "Take part in a run that another machine leads"),
         Verb("leave", "uneven.cli.leave:leave", "Take the ranks of this machine out of a run"),
@@ -50,7 +49,7 @@ VERBS: dict[str, tuple[Verb, ...]] = {
         Verb("preflight", "uneven.cli.preflight:preflight", "Check everything that a run needs"),
         Verb("chaos", "uneven.cli.chaos:chaos", "Run a script and kill, stop or cut off its ranks"),
     ),
-    RESULTS: (
+    "Results": (
         Verb("state", "uneven.cli.state:app", "Look into results and checkpoints, compare them, export the model"),
         Verb("data", "uneven.cli.data:app", "List the data sets and download them"),
         Verb("config", "uneven.cli.config:app", "Show where each setting of a run comes from, check a run.toml"),

@@ -23,7 +23,8 @@ class Yardstick:
     def of(cls, speeds: Sequence[float]) -> "Yardstick":
         if not speeds or not all(0.0 < speed < float("inf") for speed in speeds):
             raise InputError(f"speeds {list(speeds)!r}: allowed are one or more samples/s above 0")
-        slowest, fastest, ddp = min(speeds), max(speeds), len(speeds) * min(speeds)
+        slowest, fastest = min(speeds), max(speeds)
+        ddp = len(speeds) * slowest
         return cls(
             gap=fastest / slowest,
             ddp_bound=ddp / sum(speeds),

@@ -235,7 +235,8 @@ def _covers_machine(machine: Machine) -> bool:
 
 def _asked_for(machine: Machine, wheel: Wheel) -> Advice:
     """A build that the user has named, with a note where it cannot work."""
-    torch, report, notes = machine.torch, machine.gpus, list[str]()
+    torch, report = machine.torch, machine.gpus
+    notes: list[str] = []
     # The local part of the version names the build: 2.13.0+cu130.
     is_there = torch.error is None and (torch.version or "").endswith(f"+{wheel.tag}")
     if report.gpus and not wheel.runs_with(report.driver_cuda) and wheel.cuda is not None:

@@ -237,7 +237,8 @@ def plan_build(
         match = re.fullmatch(r"torch-([^-]+)-.*", Path(variant).name)
         if match is None or version is not None or not Path(variant).is_file():
             raise InputError(f"{variant}: allowed is the file of a wheel, torch-VERSION-...whl, without --version")
-        package, chosen, source = str(Path(variant).absolute()), match[1], Path(variant).name
+        package, chosen = str(Path(variant).absolute()), match[1]
+        source = Path(variant).name
     else:
         tag = variant
         package = check_tag(tag).torch if version is None else f"torch=={version}"

@@ -162,6 +162,12 @@ def _notes(system: System, report: GpuReport) -> list[str]:
     return notes
 
 
+def _precision(device: Device, system: System, gpu: Gpu | None = None) -> DevicePrecision:
+    precision, why = choose_precision(device, system, gpu)
+    name = gpu.name if gpu is not None else system.cpu.model or "cpu"
+    return DevicePrecision(str(device), name, precision, why)
+
+
 def diagnose(
     machine: Machine,
     visible: VisibleGpus | None = None,
@@ -169,32 +175,30 @@ def diagnose(
     route: str | None = None,
 ) -> Diagnosis:
     """Report on a machine; of its own, `visible` GPUs and the network are read where they are not passed in."""
-    system, report, build = machine.system, machine.gpus, machine.torch
+    report, build = machine.gpus, machine.torch
     visible = visible if visible is not None else read_visible(build, report)
     found_interfaces = tuple(interfaces) if interfaces is not None else read_interfaces()
     likely, why = likely_interface(found_interfaces, route or default_route())
     fits = tuple(_compatibility(gpu, build) for gpu in report.gpus)
     advice = advise(machine)
 
-    precision = [DevicePrecision("cpu", system.cpu.model or "cpu", *choose_precision(Device("cpu"), system, None))]
-    for gpu in visible.gpus or report.gpus:
-        device = Device("cuda", gpu.index)
-        precision.append(DevicePrecision(str(device), gpu.name, *choose_precision(device, system, gpu)))
-    problems = _system_problems(system, build) + _torch_problems(build)
+    precision = [_precision(Device("cpu"), machine.system)]
+    precision += [_precision(Device("cuda", gpu.index), machine.system, gpu) for gpu in visible.gpus or report.gpus]
+    problems = _system_problems(machine.system, build) + _torch_problems(build)
     if not report.gpus and advice.kind in ("driver", "container"):  # a GPU that the driver does not list
         problems.append(Problem(advice.why, advice.fix))
     cover = advice.fix if advice.kind == "install" else f"{advice.why}: {advice.fix}"
     problems += _gpu_problems(report, build, fits, visible, cover)
     return Diagnosis(
         version=uneven.__version__,
-        system=system,
+        system=machine.system,
         gpus=report,
         torch=build,
         compatibility=fits,
         precision=tuple(precision),
         network=Network(found_interfaces, likely, why),
         problems=tuple(problems),
-        notes=(*_notes(system, report), *describe_vpns(found_interfaces)),
+        notes=(*_notes(machine.system, report), *describe_vpns(found_interfaces)),
         advice=advice,
         builds=list_builds(),
     )

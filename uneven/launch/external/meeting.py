@@ -20,16 +20,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-<<<<<<< HEAD:uneven/launch/external/meeting.py
 from uneven.comm.store import Store, TCPStore, get_text, open_store
 from uneven.errors import USER_ERRORS, InputError, MachineError, RankError
-from uneven.hardware.addresses import is_loopback, is_numeric, is_v6, outward_address, resolve
-from uneven.hardware.network import read_interfaces
-=======
-from uneven.comm.store import TCPStore, open_store
-from uneven.errors import InputError, MachineError
 from uneven.hardware.network import is_loopback, is_numeric, is_v6, outward_address, read_interfaces, resolve
->>>>>>> 6dd74da2 (The JSON of every verb is described by the types of its document, and docs/json.md is made from them):uneven/launch/external/locate.py
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.external.interface import agree_on_interface
 from uneven.launch.external.placement import Facts, Placement, read_facts
