@@ -51,7 +51,7 @@ def read(root: Path, time_s: float, cores: tuple[int, ...] = (0, 1)) -> Counters
 
 @pytest.fixture(autouse=True)
 def hundred_ticks_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("uneven.hardware.interference._ticks_per_s", lambda: 100)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
 
 
 def between(tmp_path: Path, **end: object) -> Interference:

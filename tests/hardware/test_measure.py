@@ -97,7 +97,8 @@ def test_ctrl_c_ends_every_process(started, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_child_without_a_parent_ends_without_an_answer() -> None:
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "uneven.hardware.measure", "cpu", "--seconds", "0.1"]
+    order = json.dumps({"device": "cpu", "cores": [], "threads": 1, "seconds": 0.1})
+    command = [sys.executable, "-m", "uneven.hardware.measure", order]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ready"]

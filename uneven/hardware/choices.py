@@ -109,45 +109,21 @@ def describe_devices(
     """One line such as '2 devices, mismatched: cpu, cpu@0.4 (advice)'; without the advice if the devices are alike.
 
     `gpus` are this machine's, with CUDA's indices. Devices are called alike only if all are known: GPUs of another
-    machine, or that could not be queried, are not.
+    machine, or that could not be queried, are not. Boards of one model differ by some MB, which is no mismatch.
     """
-    known = {gpu.index: gpu for gpu in gpus} if is_one_machine else {}
-    device_gpus = [known.get(device.index) if device.index is not None else None for device in devices]
-    labels = _labels(device_gpus)
-    if len(devices) == 1:
-        return f"1 device: {devices[0]}" + (f" ({labels[0]})" if labels[0] else "")
-    count = f"{len(devices)} devices"
-    is_known = is_one_machine and all(
-        gpu is not None or device.kind == "cpu" for device, gpu in zip(devices, device_gpus, strict=True)
-    )
-    is_mixed = _is_mixed(devices, labels)
-    if is_known and not is_mixed:
-        names = ", ".join(str(device) for device in devices)
-        return f"{count}, alike: {names}" + (f" ({labels[0]})" if labels[0] else "")
-    names = ", ".join(f"{device} {label}".strip() for device, label in zip(devices, labels, strict=True))
-    verdict = ", mismatched" if is_mixed else "" if is_one_machine else " on several machines"
-    return f"{count}{verdict}: {names}" + (f" ({advice})" if advice else "")
-
-
-def _is_mixed(devices: Sequence[Device], labels: Sequence[str]) -> bool:
-    """Whether known properties differ; a GPU that could not be queried has no label and is not compared."""
+    by_index = {gpu.index: gpu for gpu in gpus} if is_one_machine else {}
+    found = [None if device.index is None else by_index.get(device.index) for device in devices]
+    labels = ["" if gpu is None else gpu.name for gpu in found]
+    is_seen = [gpu is not None or device.kind == "cpu" for device, gpu in zip(devices, found, strict=True)]
+    is_known = is_one_machine and all(is_seen)
     settings = {(device.kind, device.speed, device.percent) for device in devices}
-    names = {label for label in labels if label}
-    return len(settings) > 1 or len(names) > 1
-
-
-def _labels(gpus: Sequence[Gpu | None]) -> list[str]:
-    """The GPUs' names, with the memory size where GPUs of one name differ in it."""
-    sizes: dict[str, set[int | None]] = {}
-    for gpu in gpus:
-        if gpu is not None:
-            sizes.setdefault(gpu.name, set()).add(_gigabytes(gpu))
-    return [
-        "" if gpu is None else gpu.name if len(sizes[gpu.name]) == 1 else f"{gpu.name} {_gigabytes(gpu)} GB"
-        for gpu in gpus
-    ]
-
-
-def _gigabytes(gpu: Gpu) -> int | None:
-    # Boards of one model differ by some MB, which does not make them mismatched.
-    return None if gpu.memory_bytes is None else round(gpu.memory_bytes / GIB)
+    boards = {(gpu.name, gpu.memory_bytes and round(gpu.memory_bytes / GIB)) for gpu in found if gpu is not None}
+    is_mixed = len(settings) > 1 or len(boards) > 1
+    if is_known and not is_mixed:
+        names = ", ".join(map(str, devices)) + (f" ({labels[0]})" if labels[0] else "")
+        return f"1 device: {names}" if len(devices) == 1 else f"{len(devices)} devices, alike: {names}"
+    names = ", ".join(f"{device} {label}".strip() for device, label in zip(devices, labels, strict=True))
+    if len(devices) == 1:
+        return f"1 device: {names}"
+    verdict = ", mismatched" if is_mixed else "" if is_one_machine else " on several machines"
+    return f"{len(devices)} devices{verdict}: {names}" + (f" ({advice})" if advice else "")

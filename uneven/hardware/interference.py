@@ -11,6 +11,7 @@ quota throttled us: the kernel accounts that wait as pressure too. Stolen time i
 """
 
 import os
+import resource
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,6 @@ from typing import Any
 
 from uneven.hardware.cgroup import cpu_pressure_s, num_throttled
 from uneven.hardware.optional import read_text
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 # /proc counts in ticks of 10 ms. In a shorter span a few ticks would decide, so it is not judged.
 MIN_SPAN_S = 0.2
@@ -186,15 +182,11 @@ def read_counters(
     passes its launcher's pid, so that other ranks do not count as foreign.
     """
     pid = os.getpid() if pid is None else pid
-    ticks = _core_ticks(root, _allowed_cores() if cores is None else set(cores))
-    per_s = _ticks_per_s()
+    ticks = _core_ticks(root, os.sched_getaffinity(0) if cores is None else set(cores))
+    per_s = os.sysconf("SC_CLK_TCK")
     tree = _process_tree(root, pid)
-    has_rusage = resource is not None and root == Path("/") and pid == os.getpid()
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)] if has_rusage else []
-    if pid in tree:
-        own_cpu_s: float | None = sum(tree.values()) / per_s
-    else:  # no /proc, as on macOS: living children are not counted
-        own_cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in usages) if usages else None
+    is_self = root == Path("/") and pid == os.getpid()
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)] if is_self else []
     # getrusage includes threads and children that have ended; /proc shows living ones only.
     switches = [usage.ru_nivcsw for usage in usages]
     switches += [count for member in tree if member != pid or not usages for count in _thread_switches(root, member)]
@@ -204,24 +196,10 @@ def read_counters(
         busy_s=sum(user + nice + system for user, nice, system, *_ in ticks) / per_s if ticks else None,
         stolen_s=sum(fields[7] for fields in ticks) / per_s if ticks else None,
         pressure_s=cpu_pressure_s(root),
-        own_cpu_s=own_cpu_s,
+        own_cpu_s=sum(tree.values()) / per_s if pid in tree else None,
         involuntary_switches=sum(switches) if switches else None,
         num_throttled=num_throttled(root),
     )
-
-
-def _ticks_per_s() -> int:
-    try:
-        return os.sysconf("SC_CLK_TCK")
-    except (AttributeError, ValueError, OSError):
-        return 100
-
-
-def _allowed_cores() -> set[int]:
-    try:
-        return os.sched_getaffinity(0)
-    except (AttributeError, OSError):  # macOS and Windows have no affinity call
-        return set()
 
 
 def _core_ticks(root: Path, cores: set[int]) -> list[Sequence[int]]:

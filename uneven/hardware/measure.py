@@ -1,11 +1,10 @@
 """Measure how fast each device trains while all train at the same time, for `uneven devices --measure`.
 
-Each device has its own process (`python -m uneven.hardware.measure DEVICE ...`), pinned as in a run. A child warms up,
+Each device has its own process (`python -m uneven.hardware.measure ORDER`), pinned as in a run. A child warms up,
 prints "ready", waits for "go" on stdin, trains timed segments and prints one JSON line. Invariant: when measure()
 returns or raises, every child has ended. A child whose parent has died reads end-of-file and ends too.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -49,15 +48,8 @@ class _Child:
     ) -> None:
         self.device = device
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
-        command = [sys.executable, "-m", "uneven.hardware.measure", str(device)]
-        command += [
-            "--cores",
-            ",".join(map(str, cores)),
-            "--threads",
-            str(threads),
-            "--seconds",
-            str(seconds),
-        ]
+        order = {"device": str(device), "cores": cores, "threads": threads, "seconds": seconds}
+        command = [sys.executable, "-m", "uneven.hardware.measure", json.dumps(order)]
         # Set before torch is imported: OpenMP reads the variable once.
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **variables}
         self.process = subprocess.Popen(
@@ -155,10 +147,7 @@ def _measure_all(
         watchdog.cancel()
         for child in children:
             child.stop()
-    return [
-        DeviceSpeed(device, answer["speed"], answer["slowest"], answer["fastest"])
-        for device, answer in zip(devices, answers, strict=True)
-    ]
+    return [DeviceSpeed(device, **answer) for device, answer in zip(devices, answers, strict=True)]
 
 
 def _make_step(name: str) -> Callable[[], None]:
@@ -201,39 +190,28 @@ def _train(step: Callable[[], None], synchronize: Callable[[], None], seconds: f
     return steps * BATCH_SIZE / (time.perf_counter() - start)
 
 
-def _child_main(arguments: Sequence[str]) -> dict[str, Any] | None:
-    parser = argparse.ArgumentParser(prog="python -m uneven.hardware.measure")
-    parser.add_argument("device")
-    parser.add_argument("--cores", default="")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    given = parser.parse_args(arguments)
-    device = parse_device(given.device)
-    pin(int(core) for core in given.cores.split(",") if core)
+def _child_main(order: dict[str, Any]) -> dict[str, Any] | None:
+    device, seconds = parse_device(order["device"]), float(order["seconds"])
+    pin(order["cores"])
 
     import torch
 
-    torch.set_num_threads(max(1, given.threads))
+    torch.set_num_threads(max(1, order["threads"]))
     if device.kind == "cuda":
         torch.cuda.set_device(device.index or 0)
     synchronize = torch.cuda.synchronize if device.kind == "cuda" else lambda: None
     step = _make_step(device.torch_name)
-    _train(step, synchronize, min(WARM_UP_S, given.seconds), Throttle(1.0))
+    _train(step, synchronize, min(WARM_UP_S, seconds), Throttle(1.0))
     print("ready", flush=True)
     if sys.stdin.readline().strip() != "go":
         return None
     throttle = Throttle(device.speed)
-    speeds = [_train(step, synchronize, given.seconds / SEGMENTS, throttle) for _ in range(SEGMENTS)]
-    return {
-        "device": str(device),
-        # Segments have equal length, so the mean of their speeds is the overall speed.
-        "speed": sum(speeds) / SEGMENTS,
-        "slowest": min(speeds),
-        "fastest": max(speeds),
-    }
+    speeds = [_train(step, synchronize, seconds / SEGMENTS, throttle) for _ in range(SEGMENTS)]
+    # Segments have equal length, so the mean of their speeds is the overall speed.
+    return {"speed": sum(speeds) / SEGMENTS, "slowest": min(speeds), "fastest": max(speeds)}
 
 
 if __name__ == "__main__":
-    answer = _child_main(sys.argv[1:])
+    answer = _child_main(json.loads(sys.argv[1]))
     if answer is not None:
         print(json.dumps(answer), flush=True)

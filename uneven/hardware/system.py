@@ -6,8 +6,6 @@ trees.
 
 import platform
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,27 +44,15 @@ class System:
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
-    """The CPU of this machine: ARM kernels report numbers in place of a name, which lscpu knows."""
+    """The CPU of this machine; ARM kernels report numbers in place of a name."""
     pairs = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").split("\n\n")[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = fields.get("flags", fields.get("Features", "")).split()
     return Cpu(
-        model=fields.get("model name") or (_lscpu_model() if root == Path("/") else None),
+        model=fields.get("model name"),
         architecture=platform.machine() or "unknown",
         flags=tuple(flag for flag in PRECISION_FLAGS if flag in flags),
     )
-
-
-def _lscpu_model() -> str | None:
-    command = shutil.which("lscpu")
-    if command is None:
-        return platform.processor() or None
-    try:
-        text = subprocess.run([command], capture_output=True, text=True, timeout=5, check=False).stdout
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    match = re.search(r"^Model name:\s*(\S.*)$", text, re.MULTILINE)
-    return match[1].strip() if match and match[1].strip() != "-" else None
 
 
 def read_memory(root: Path = Path("/")) -> tuple[int | None, int | None, bool]:
