@@ -6,9 +6,10 @@ import pytest
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.step.test_captured import CPU, Pair, mean_loss
-from tests.step.test_captured import captures as captures
-from tests.step.test_graph import train as train_on_cuda
+from tests.step.captures import CPU, Pair
+from tests.step.captures import captures as captures
+from tests.step.graph_runs import train as train_on_cuda
+from tests.train.test_gradient_sync import mean_loss
 from uneven import InputError
 from uneven.step.capture import CapturedModel
 

@@ -3,7 +3,7 @@ import copy
 import torch
 from torch import nn
 
-from tests.step.test_eager import CPU, batches, mean_loss
+from tests.step.nets import CPU, batches, mean_loss
 from uneven.step.eager import EagerStep
 from uneven.step.no_trace import no_trace
 from uneven.step.precision import Precision

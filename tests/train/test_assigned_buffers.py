@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.step.test_eager import CPU
+from tests.step.nets import CPU
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, train
 from uneven.average.buffers import BufferAverage, HeldBuffers
 from uneven.config import Task, resolve

@@ -120,7 +120,9 @@ class BatchSteps:
                 self._accumulate(due, loss, name)
             return self._update_one(due, name) if self._syncs and name is not None else False
         _check_loss(loss, "step", may_be_none=True)
-        engine, self._due, self._loss = self._worker.engine, None, loss
+        self._due = None
+        self._loss = loss
+        engine = self._worker.engine
         engine.eager.is_further_loss = due.has_loss
         if loss is not None:
             self._slow_down()
@@ -212,7 +214,7 @@ class BatchSteps:
         except RankLeftError as left:
             synchronizer = self._synchronizer
             assert isinstance(synchronizer, GradientSync), "only there ranks update together"
-            check_status([RankStatus(int(StepStats(*row).status)) for row in left.rows], due.part.slot.index)
+            check_status([RankStatus(int(StepStats._make(row).status)) for row in left.rows], due.part.slot.index)
             self.drop()
             return synchronizer.follow_skip()
         return False

@@ -25,7 +25,9 @@ class _Improvement(Callback):
             raise InputError(f"{name}(mode={mode!r}) must be one of {', '.join(MODES)}")
         if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
             raise InputError(f"{name}(min_delta={min_delta!r}) must be a number of at least 0")
-        self.metric, self.mode, self.min_delta = metric, mode, float(min_delta)
+        self.metric = metric
+        self.mode = mode
+        self.min_delta = float(min_delta)
         self.best: float | None = None
         self._is_loaded = False  # and on_start has not been called since
 

@@ -181,7 +181,7 @@ class Ddp:
 
 
 def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loop:
-    context, loading, config = process_context(), task.loading, choice.config
+    context, config = process_context(), choice.config
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -189,12 +189,13 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
     start.held = prepared.held
-    config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
+    config, devices = prepared.config, prepared.devices
+    reporter = prepared.reporter
     check_loop(config, len(devices), optimizer)
     reporter.say(choice.notes)
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
-    has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
+    has_own_order = not config.shuffle and task.loading.sampler is None and task.loading.batch_sampler is None
     if has_own_order and len(devices) > 1 and not config.keeps_rows:
         reporter.say([ROWS_MOVE])
     if context.is_alone and needs_ranks(devices):
@@ -232,7 +233,8 @@ class _LoopRun:
         return self._start.stoppable.received is not None
 
     def save(self, worker: Worker, was_interrupted: bool) -> TrainedState:
-        context, start, reporter = self._context, self._start, self._prepared.reporter
+        context, start = self._context, self._start
+        reporter = self._prepared.reporter
         interference = Interference.between(self._begin, read_counters(context.tree_pid))
         result = worker.surviving(worker.result)
         state = worker.finish(lambda: collect(worker.group, result, worker.axis))

@@ -160,12 +160,11 @@ class ReduceCheck:
         self._passes = 0  # backward passes that have ended
         self._is_end_awaited = False
         self._is_suspended = False
-        this = weakref.ref(self)
-        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(_step_hook(this))]
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(_weakly(self.before_step))]
         for param in model.parameters():
             if param.requires_grad:
-                self._handles.append(param.register_hook(_before_accumulation(this, weakref.ref(param))))
-                self._handles.append(param.register_post_accumulate_grad_hook(_after_accumulation(this)))
+                self._handles.append(param.register_hook(_weakly(self.before_accumulation, param)))
+                self._handles.append(param.register_post_accumulate_grad_hook(_weakly(self.after_accumulation)))
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     @contextmanager
@@ -203,7 +202,7 @@ class ReduceCheck:
             self._is_end_awaited = True
             Variable._execution_engine.queue_callback(self._end_pass)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._unreduced or self._is_suspended:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -217,31 +216,16 @@ class ReduceCheck:
             self._passes += 1
 
 
-def _step_hook(this: "weakref.ref[ReduceCheck]") -> Callable[[Optimizer, Any, Any], None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        check = this()
-        if check is not None:
-            check.before_step(optimizer)
+def _weakly(method: Callable[..., None], param: nn.Parameter | None = None) -> Callable[..., None]:
+    """A hook that keeps neither the method's object alive, nor the param that it is called with in place of torch's."""
+    find_method, find_param = weakref.WeakMethod(method), None if param is None else weakref.ref(param)
 
-    return hook
-
-
-def _before_accumulation(this: "weakref.ref[ReduceCheck]", of: "weakref.ref[nn.Parameter]") -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        del gradient
-        check, param = this(), of()
-        if check is not None and param is not None:
-            check.before_accumulation(param)
-
-    return hook
-
-
-def _after_accumulation(this: "weakref.ref[ReduceCheck]") -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        check = this()
-        if check is not None:
-            check.after_accumulation(param)
+    def hook(*arguments: Any) -> None:
+        call = find_method()
+        if find_param is not None:
+            arguments = (find_param(),)
+        if call is not None and arguments[0] is not None:
+            call(*arguments)
 
     return hook
 

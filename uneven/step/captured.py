@@ -114,7 +114,7 @@ class CapturedStep(DerivedStep):
     def prepare(self, inputs: Sequence[tuple[Any, int]], slot_samples: int) -> None:
         """Capture both halves of a step before it is needed."""
         self._follow_group()
-        check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
+        check = OwnCheck.from_row(self._run_eagerly(inputs, slot_samples).tolist())
         if (update := self.captured_update) is not None:
             total = torch.ones((), dtype=torch.float64) if check.has_count else None
             update(total)  # the first makes the optimizer's state, the second is captured

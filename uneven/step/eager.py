@@ -121,7 +121,7 @@ class EagerStep:
         if self._is_on_host:
             own = self._host_check(counts, largest)
         else:
-            own = OwnCheck(*self.own_check(counts, largest).tolist())
+            own = OwnCheck.from_row(self.own_check(counts, largest).tolist())
         fault = self.fault_of([own])
         if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
             fault = None  # finite gradients whose norm overflows: clipped to 0, as torch does
@@ -215,8 +215,16 @@ class EagerStep:
         total, count = self.meter.totals.tolist()
         loss = 0.0 if math.isfinite(total) else total
         rounded = array("f", (total, count))
-        halves = (*rounded, total - rounded[0], count - rounded[1])
-        return OwnCheck(float(counts is not None), float(counts or 0.0), loss, float(largest or 0.0), *halves)
+        return OwnCheck(
+            has_count=float(counts is not None),
+            counts=float(counts or 0.0),
+            loss=loss,
+            largest=float(largest or 0.0),
+            meter_sum=rounded[0],
+            meter_count=rounded[1],
+            rest_of_sum=total - rounded[0],
+            rest_of_count=count - rounded[1],
+        )
 
     @property
     def _is_on_host(self) -> bool:
@@ -434,7 +442,7 @@ class TrainedParams:
 def split_checks(rows: Rows) -> tuple[Rows, list[OwnCheck]]:
     """Take the checks off the ends of the ranks' rows."""
     size = len(OwnCheck._fields)
-    return [row[:-size] for row in rows], [OwnCheck(*row[-size:]) for row in rows]
+    return [row[:-size] for row in rows], [OwnCheck.from_row(row[-size:]) for row in rows]
 
 
 def adapt_before_step(function: Callable[..., object] | None) -> BeforeStep | None:

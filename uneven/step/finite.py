@@ -65,6 +65,11 @@ class OwnCheck(NamedTuple):
     rest_of_sum: float = 0.0
     rest_of_count: float = 0.0
 
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "OwnCheck":
+        """As ranks send it; a rank alone leaves out what its meter holds."""
+        return cls(*row)
+
     @property
     def losses(self) -> tuple[float, float]:
         """Sum and count of the rank's losses since the last epoch's entry, this step's among them."""

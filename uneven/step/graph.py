@@ -76,7 +76,7 @@ class GraphStep(DerivedStep):
         self._settings.write_rates()
         graph.capture.replay(inputs)
         copied = copy_to_host_async(graph.check)
-        return lambda: self.fault_of([OwnCheck(*copied().tolist())])
+        return lambda: self.fault_of([OwnCheck.from_row(copied().tolist())])
 
     def _open(self, inputs: InputMicros) -> list[tuple[Batch, int]]:
         return [(self._open_batch(micro), samples) for micro, samples in inputs]

@@ -65,7 +65,8 @@ def no_trace_of_forward(model: nn.Module, device: torch.device) -> Iterator[Held
     held = HeldBuffers(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     extra = [(module, copy.deepcopy(module.get_extra_state())) for module in _with_extra_state(model)]
-    python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_random, numpy_random = random.getstate(), np.random.get_state()
+    cpu_random = torch.get_rng_state()
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield held

@@ -168,7 +168,9 @@ class Schedule:
         self._others.update(tables)
         self._changed.update(tables)
         self._write_others(position)
-        self._position, self._scale, self.plain = position, float(state["scale"]), list(state["plain"])
+        self._position = position
+        self._scale = float(state["scale"])
+        self.plain = list(state["plain"])
         self._write(state["rates"])  # a rate that the user set after the last step is still found
         self._written = list(state["written"])
         return True

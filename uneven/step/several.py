@@ -24,7 +24,10 @@ from uneven.parallel.reducer import Reducer
 from uneven.step.eager import DerivedStep, EagerStep, Rows, Stats
 from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
 
-_ABSENT, _END, _FIRST = 0, 1, 2  # what a rank names in an exchange; _FIRST + place is an update
+# What a rank names in an exchange; _FIRST + place is an update.
+_ABSENT = 0
+_END = 1
+_FIRST = 2
 
 
 class RankLeftError(Exception):
@@ -233,11 +236,11 @@ class SeveralSteps(DerivedStep):
                 lambda: list(OwnCheck()), lambda: self.sent_check(counts, reducer.largest_gradient())
             )
             self._enter("compute")
-            checks = [OwnCheck(*row) for row in rows]
+            checks = [OwnCheck.from_row(row) for row in rows]
             self._losses = [own.losses for own in checks]
         else:
             grads = [param.grad for param in self._params[name] if param.grad is not None]
-            checks = [OwnCheck(*self.own_check(counts, largest_of(grads)).tolist())]
+            checks = [OwnCheck.from_row(self.own_check(counts, largest_of(grads)).tolist())]
         self._fault = self.fault_of(checks)
         if self._fault is not None:
             self.skip()
