@@ -154,12 +154,9 @@ def test_an_abort_ends_the_wait_of_another_thread(backend: str) -> None:
             thread = threading.Thread(target=abort)
             thread.start()
             work = group.all_reduce(torch.ones(3))
-            future = work.get_future()
             waiting.set()
             with pytest.raises(GroupLostError, match="a newer generation"):
                 work.wait()
-            with pytest.raises(GroupLostError, match=r"a newer generation|peer"):
-                future.wait()
             thread.join()
             is_done.set()
         assert is_done.wait(60)

@@ -56,34 +56,8 @@ def test_wait_gives_the_tensor_itself_and_may_be_called_again(run: Callable[[Che
     run(check)
 
 
-@everywhere
-def test_the_future_holds_the_result_and_runs_callbacks(run: Callable[[Check], None]) -> None:
-    def check(group: Group) -> None:
-        work = group.all_reduce(torch.ones(2))
-        future = work.get_future()
-        assert work.get_future() is future
-        doubled = future.then(lambda done: done.value() * 2)
-        work.wait()
-        assert future.wait().tolist() == [group.world_size] * 2
-        assert doubled.wait().tolist() == [2.0 * group.world_size] * 2
-        late = work.get_future()
-        assert late.done()
-
-    run(check)
-
-
-@everywhere
-def test_a_future_asked_for_after_the_end_is_set(run: Callable[[Check], None]) -> None:
-    def check(group: Group) -> None:
-        work = group.all_reduce(torch.ones(2))
-        work.wait()
-        assert work.get_future().value().tolist() == [group.world_size] * 2
-
-    run(check)
-
-
 class Slow:
-    """A collective that completes when the test sets an event, without a future (as Gloo's reduce_scatter)."""
+    """A collective that completes when the test sets an event."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
@@ -94,9 +68,6 @@ class Slow:
     def is_completed(self) -> bool:
         return self.arrived.is_set()
 
-    def get_future(self) -> Any:
-        raise RuntimeError("ProcessGroup::Work::getFuture not implemented")
-
 
 def test_completion_bytes_and_waiting_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 10.25])  # a third reading would fail
@@ -106,13 +77,9 @@ def test_completion_bytes_and_waiting_are_counted(monkeypatch: pytest.MonkeyPatc
     work = Work(slow, tensor, traffic)
     assert (traffic.collectives, traffic.payload_bytes, traffic.wait_s) == (1, 80, 0.0)
     assert not work.is_completed()
-    future = work.get_future()
-    assert not future.done()
     slow.arrived.set()
     assert work.is_completed()
     work.wait()
-    assert future.done()
-    assert future.value() is tensor
     work.wait()
     assert traffic.wait_s == 0.25, "a second wait costs nothing"
 
@@ -186,7 +153,6 @@ class Failing:
 def test_a_peer_that_is_gone_is_a_lost_group_in_the_transport_s_words(kind: type[Work], words: str) -> None:
     lost = Lost()
     work = kind(Failing(RuntimeError(words)), torch.zeros(1), Traffic(), lost)
-    future = work.get_future()
     for _ in range(2):
         with pytest.raises(GroupLostError) as raised:
             work.wait()
@@ -198,9 +164,6 @@ def test_a_peer_that_is_gone_is_a_lost_group_in_the_transport_s_words(kind: type
     assert work.is_completed()
     assert lost.is_lost
     assert lost.error is None, "another group may still complete what the peer had sent"
-    for one in (future, work.get_future()):
-        with pytest.raises(GroupLostError):
-            one.wait()
 
 
 @pytest.mark.parametrize(

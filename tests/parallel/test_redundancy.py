@@ -188,9 +188,6 @@ class _Lost:
     def is_completed(self) -> bool:
         return False
 
-    def get_future(self) -> Any:
-        raise AssertionError("nobody asks for it")
-
 
 def _interrupted(name: str, learns: tuple[bool, ...], cut: int, redundancy: int = 1) -> list[Any]:
     """Every rank's strategy, after one whole step and a second one that was cut off."""

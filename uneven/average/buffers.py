@@ -31,7 +31,7 @@ class AveragedBuffers:
 class HeldBuffers:
     """The buffers of a model as tensors that stay the same; see [Note: assigned buffers].
 
-    `settle` between a backward and the next forward: it writes into tensors that a graph may have saved.
+    `put_back` between a backward and the next forward: it writes into tensors that a graph may have saved.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class HeldBuffers:
         """The names that hold other tensors by now; but for those of another shape, as of a cache that grows."""
         return [place[0] for place in self._places if _is_assigned(*place[1:])]
 
-    def settle(self) -> None:
+    def put_back(self) -> None:
         """Give every name its first tensor again, with the present values. A cache that has grown is left alone."""
         for _, buffers, key, tensor in self._places:
             if _is_assigned(buffers, key, tensor):
@@ -109,7 +109,7 @@ class BufferAverage:
 
     def snapshot_async(self) -> Callable[[], Tensor]:
         """Copy the float buffers to one host tensor; the function returned waits for the copy."""
-        self._held.settle()
+        self._held.put_back()
         if not self._floats:
             return lambda: torch.zeros(0, dtype=torch.float64)
         copied = copy_to_host_async(torch.cat([b.detach().flatten() for b in self._floats]))
@@ -147,7 +147,7 @@ class BufferAverage:
     @torch.no_grad()
     def load(self, averaged: AveragedBuffers) -> None:
         """Overwrite the buffers that have changed on some rank."""
-        self._held.settle()
+        self._held.put_back()
         averages = averaged.averages
         chosen = [average is not None for average in averages]
         if any(chosen):
@@ -171,7 +171,7 @@ class BufferAverage:
     @torch.no_grad()
     def take_integers(self, agreed: Sequence[Tensor]) -> None:
         """Load another rank's `agreed_integers`, of a maximum that this rank could not take."""
-        self._held.settle()
+        self._held.put_back()
         for buffer, value in zip(self._integers, agreed, strict=True):
             buffer.copy_(value)
         self._last_integers = [b.detach().clone() for b in self._integers]
@@ -203,7 +203,7 @@ class BufferAverage:
         """The maxima over all ranks; None for buffers that have changed on no rank. Changes nothing."""
         if not self._integers:
             return []
-        self._held.settle()
+        self._held.put_back()
         pairs = zip(self._integers, self._last_integers, strict=True)
         flags = torch.tensor([int(not (self._are_integers_known and torch.equal(b, old))) for b, old in pairs])
         group.all_reduce_max(flags).wait()

@@ -6,7 +6,6 @@ ranks must start the same collectives in the same order; nothing here checks tha
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from uneven.comm.lost import Lost
@@ -113,8 +112,3 @@ class _CompletedWork:
 
     def is_completed(self) -> bool:
         return True
-
-    def get_future(self) -> "torch.futures.Future[None]":
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future

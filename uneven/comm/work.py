@@ -1,10 +1,11 @@
-"""The Work of a collective, the same for every backend: wait, is_completed, get_future; counts bytes and seconds.
+"""The Work of a collective, the same for every backend: wait and is_completed; counts bytes and seconds.
 
-torch's own Work objects differ: some Gloo collectives raise on `get_future`, and a finished Work may hold its tensors.
-A peer that is gone, and a group that was aborted, are a GroupLostError whoever waits.
+A finished Work of torch's own may hold its tensors. A peer that is gone, and a group that was aborted, are a
+GroupLostError whoever waits.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -55,7 +56,6 @@ class Work:
         self._tensor = tensor
         self._traffic = traffic
         self._lost = Lost() if lost is None else lost
-        self._future: torch.futures.Future[torch.Tensor] | None = None
         self._why_lost: str | None = None  # what `wait` has raised, and raises again
         traffic.collectives += 1
         self._number = traffic.collectives
@@ -75,8 +75,6 @@ class Work:
                 self._traffic.awaited = None
             self._traffic.wait_s += time.perf_counter() - began
             self._inner = None
-            if self._future is not None and not self._future.done():
-                self._future.set_result(self._tensor)
         if self._why_lost is not None:
             raise GroupLostError(self._why_lost)  # here: from inside it would hold the transport's work
         return self._tensor
@@ -102,40 +100,6 @@ class Work:
         self._why_lost, self._lost.has_lost_peer = str(lost), True
         if is_timeout(self._why_lost):
             self._why_lost += f"; this rank waited in {self.describe()}: {OTHER_ORDER}"
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(GroupLostError(self._why_lost))  # type: ignore[arg-type]  # wrong stubs
-
-    def get_future(self) -> "torch.futures.Future[torch.Tensor]":
-        """A future of the result, set when the collective completes, at the latest by `wait()`."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            if self._why_lost is not None:
-                self._future.set_exception(GroupLostError(self._why_lost))  # type: ignore[arg-type]  # wrong stubs
-            elif self._inner is None:
-                self._future.set_result(self._tensor)
-            else:
-                _link_futures(self._inner, self._future, self._tensor)
-        return self._future
-
-
-def _link_futures(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor) -> None:
-    """Set `future` when torch's own is set; a Work without one (Gloo reduce_scatter) has it set by `wait()`."""
-    try:
-        inner_future = inner.get_future()
-    except (RuntimeError, AttributeError):
-        return
-
-    def set_result(done: Any) -> None:
-        if future.done():
-            return
-        try:
-            done.value()
-        except RuntimeError as error:
-            future.set_exception(as_lost(error))  # type: ignore[arg-type]  # wrong stubs
-        else:
-            future.set_result(tensor)
-
-    inner_future.add_done_callback(set_result)
 
 
 class GlooWork(Work):
@@ -173,12 +137,9 @@ def _is_over(inner: Any, slice_: timedelta) -> bool:
 class WorkList:
     """Several collectives that were started together."""
 
-    def __init__(self, works: list[Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)

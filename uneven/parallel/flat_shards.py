@@ -108,9 +108,6 @@ class _Arriving(WorkList):
             place.copy_(arrived)
         self._moves = []
 
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
 
 class ReshardableShards(FlatShards):
     """Params that are whole only between `unshard` and `reshard`; `held` has this rank's lasting shard, by its rank.

@@ -64,14 +64,19 @@ class Reducer:
         self._works: list[Work] = []
         self._is_prepared = False  # between prepare() and finalize()
         self._largest: list[Tensor] = []  # per bucket since prepare(), see `largest_gradient`
-        self._num_checked = 0  # buckets that were looked at for it
-        self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
-        self.is_dummy = False  # the backward that runs is of no sample: what it reaches is not used by it
-        self.unused: tuple[int, ...] = ()  # params that had no gradient on any rank in the last sum, likewise
+        self._num_checked = 0  # buckets that are in `_largest`
+        self.is_dummy = False  # a backward without samples runs: the params that it reaches are not used
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
-        self._ready: set[int] = set()  # params that this backward is through with, likewise
-        self._sends_early = self._is_known = self._has_repeated = False  # see [Note: repeated gradients]
-        self._pass = BackwardPass(self._end_of_backward)  # that is being reduced, where backward ends the reduction
+        # Params by their place in the buckets: with a gradient since prepare(), without one on any rank in the last
+        # sum, and with their gradient of the running backward.
+        self._used: set[int] = set()
+        self.unused: tuple[int, ...] = ()
+        self._ready: set[int] = set()
+        # [Note: repeated gradients]
+        self._sends_early = False
+        self._is_known = False  # one backward has shown whether gradients repeat
+        self._has_repeated = False
+        self._pass = BackwardPass(self._end_of_backward)  # where backward ends the reduction
         self._hooks = GradientHooks(
             self._params, None if self._is_manual else self._keep_own_part_of_sum, self._gradient_ready
         )

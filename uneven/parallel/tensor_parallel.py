@@ -39,8 +39,14 @@ from uneven.parallel.strategy import (
     sync_initial_state,
     tensors_by_name,
 )
-from uneven.parallel.tensor_collectives import SequenceShards, all_gather_along
-from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
+from uneven.parallel.tensor_layers import (
+    ColumnLinear,
+    RowLinear,
+    SequenceShards,
+    VocabularyEmbedding,
+    all_gather_along,
+    keep_own_rows,
+)
 from uneven.policy.apportion import apportion, cut_by
 
 

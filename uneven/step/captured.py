@@ -156,7 +156,7 @@ class CapturedStep(DerivedStep):
 
     def _record(self, inputs: InputMicros, slot_samples: int) -> _Graph:
         capture = Capture(inputs)
-        self._held.settle()
+        self._held.put_back()
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
         refuse_assigned(self._held)

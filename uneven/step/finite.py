@@ -188,12 +188,12 @@ class Backup:
             pairs[1].append(live)
 
     def save(self) -> None:
-        self._held.settle()
+        self._held.put_back()
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(saved, live)
 
     def restore(self) -> None:
-        self._held.settle()
+        self._held.put_back()
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(live, saved)
 

@@ -71,7 +71,7 @@ def no_trace_of_forward(model: nn.Module, device: torch.device) -> Iterator[Held
     try:
         yield held
     finally:
-        held.settle()
+        held.put_back()
         for buffer, old in buffers:
             buffer.data.copy_(old)
         for module, state in extra:
