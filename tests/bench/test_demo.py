@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bench.demo_results import PAIR, SPEEDS, make_results, summary
 from uneven import InputError
 from uneven.bench import demo
 from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, threads, train_modes
@@ -16,30 +17,6 @@ from uneven.bench.single.modes import limit_threads
 from uneven.bench.single.run import Order, run_single
 from uneven.errors import MachineError, RankError, StoppedError
 from uneven.hardware.yardstick import Yardstick
-
-PAIR = ("cpu", "cpu@0.4")
-SPEEDS = {
-    "solo-0": 2500.0,
-    "solo-1": 1000.0,
-    "torch-ddp": 1925.0,
-    "cpu-sync": 1950.0,
-    "cpu-balanced": 3400.0,
-    "cpu-async": 3430.0,
-}
-
-
-def summary(mode: str, speed: float, shares: tuple[float, ...] = (0.72, 0.28)) -> dict[str, Any]:
-    return {
-        "mode": mode,
-        "quality": {"accuracy": 0.97},
-        "train_seconds": 30_000 / speed,
-        "samples_per_s": speed,
-        "sample_shares": [1.0] if mode.startswith("solo") else list(shares),
-    }
-
-
-def make_results(*modes: str) -> Results:
-    return Results(PAIR, modes, {mode: summary(mode, SPEEDS[mode]) for mode in modes})
 
 
 def test_the_sentence_has_the_measured_figures_and_names_the_fastest_policy() -> None:

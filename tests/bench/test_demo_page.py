@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.demo_results import SPEEDS, make_results, summary
 from tests.bench.folders import make_timeline
-from tests.bench.test_demo import SPEEDS, make_results, summary
 from uneven.bench.demo import DemoOrder, folder_of
 from uneven.bench.demo_page import demo_verdict, shown_mode, write_demo_page
 
