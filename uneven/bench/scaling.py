@@ -191,7 +191,7 @@ def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float |
 
 
 def _measured(record: RunRecord) -> Measured:
-    timeline = record.timeline()
+    timeline = read_timeline(record.folder)
     overhead = None if timeline is None else overhead_of(timeline.accounts)
     return Measured(record.summary["samples_per_s"], overhead, record.is_disturbed)
 
@@ -269,7 +269,7 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
 def _cold_starts(runs: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
     rows: list[ColdStart] = []
     for compile, record in runs:
-        timeline = record.timeline()
+        timeline = read_timeline(record.folder)
         assert timeline is not None, "the run has just written it"
         seconds = timeline.accounts[0].seconds
         steps = -(-record.summary["samples"] // record.summary["batch_size"])

@@ -14,6 +14,7 @@ from uneven.bench.single.folders import (
     read_equal_time,
     read_run,
     read_runs,
+    read_timeline,
     sweeps_in,
 )
 from uneven.errors import InputError
@@ -136,7 +137,7 @@ def test_a_failure_tells_its_reason_and_a_bad_timeline_is_no_obstacle(tmp_path: 
     (folder / "timeline.json").write_text("{")
     found = read_run(folder)
     assert isinstance(found, RunRecord)
-    assert found.timeline() is None
+    assert read_timeline(found.folder) is None
     (folder / "summary.json").unlink()
     (folder / FAILURE).write_text(json.dumps({"reason": "rank 1 was killed"}))
     assert read_run(folder) == BrokenRun(folder, "rank 1 was killed")

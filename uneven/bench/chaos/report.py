@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, TypedDict
 
 from uneven.files import read_json
+from uneven.format import format_count
 
 VERSION = 1
 
@@ -90,7 +91,7 @@ class ChaosReport:
     def why(self) -> str:
         """In one line, what is wrong."""
         if self.code != 0:
-            faults = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            faults = format_count(len(self.faults), "fault")
             return f"the run did not survive: it ended with exit code {self.code} after {faults}"
         if self.counted is None:
             return "the run left no finished state: it must train by fit, Ddp.builder or Ddp.setup, and to the end"

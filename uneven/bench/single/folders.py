@@ -111,13 +111,10 @@ class RunRecord:
         """Whether a packed run is not what it was when it was packed."""
         return self.packed is not None and self.packed.get("sha256") != digest(self.packed)
 
-    def timeline(self) -> Timeline | None:
-        return read_timeline(self.folder)
-
     def times(self) -> RunTimes | None:
-        """How it spent its time; None as for `timeline`, which a packed run has not."""
+        """How it spent its time; None where that is missing or cannot be read."""
         if self.packed is None:
-            timeline = self.timeline()
+            timeline = read_timeline(self.folder)
             return None if timeline is None else RunTimes.of(timeline)
         try:
             return RunTimes.from_json(self.packed["times"])
