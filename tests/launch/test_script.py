@@ -33,7 +33,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ("import torch, os, numpy as np\nnet.eval()\n", False),
         ("from torch import nn\nimport helper\n", False),
         ("import package\n", False),
-        ("import pytest\n", False),  # installed, and does not need uneven
         ("# import uneven\nname = 'uneven'\n", False),
         ("import uneven\n", True),
         ("from uneven.data import datasets\n", False),

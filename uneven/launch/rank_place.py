@@ -125,7 +125,8 @@ class RankPlace:
         if member not in generation.members:
             raise GroupLostError(f"this rank was given up, and the others go on: {generation.why}")
         rank = generation.members.index(member)
-        self.generation, self.roster, self.is_newcomer = generation.number, roster, False
+        self.generation, self.roster = generation.number, roster
+        self.is_newcomer = False
         local = len(roster.local_ranks(rank))
         self.environment = replace(self.environment, rank=rank, world_size=len(roster.devices), local_world_size=local)
 

@@ -251,8 +251,23 @@ def launch(
     """
     context = process_context()
     with starting(context, config) as start:
+        requests = start.requests
         start.keeps = keeps
-        return _launch(task, config, context, title, program, on_epoch, start, plan, notes)
+        requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
+        task, copies = rebuild_instances(task)
+        prepared = prepare(task, config, context, title)
+        start.held = prepared.held
+        reporter, devices = prepared.reporter, prepared.devices
+        reporter.say([*notes, *copies])
+        reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
+        if (finished := prepared.finished) is not None:
+            return Run(lambda *_: finished, prepared, context, start)
+        starts_ranks = context.is_alone and needs_ranks(devices)
+        start.list_run(context, reporter, prepared.config, None if starts_ranks else devices)
+        on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
+        train = on_ranks if starts_ranks else partial(_train_in_process, context)
+        body = partial(train, replace(task, made=prepared.made), prepared.config, devices)
+        return Run(body, prepared, context, start, plan)
 
 
 @contextmanager
@@ -281,35 +296,6 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
             if config.out is not None and context.rank == 0:
                 release_out_folder(config.out)
         raise
-
-
-def _launch(
-    task: Task,
-    config: RunConfig,
-    context: ProcessContext,
-    title: str,
-    program: Program | None,
-    on_epoch: Sequence[Callable[[dict[str, Any]], None]],
-    start: Start,
-    plan: Mapping[str, Any] | None,
-    chosen: Sequence[str],
-) -> Run:
-    requests = start.requests
-    requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
-    task, notes = rebuild_instances(task)
-    prepared = prepare(task, config, context, title)
-    start.held = prepared.held
-    prepared.reporter.say([*chosen, *notes])
-    prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
-    devices = prepared.devices
-    if (finished := prepared.finished) is not None:
-        return Run(lambda *_: finished, prepared, context, start)
-    starts_ranks = context.is_alone and needs_ranks(devices)
-    start.list_run(context, prepared.reporter, prepared.config, None if starts_ranks else devices)
-    on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
-    train = on_ranks if starts_ranks else partial(_train_in_process, context)
-    body = partial(train, replace(task, made=prepared.made), prepared.config, devices)
-    return Run(body, prepared, context, start, plan)
 
 
 def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:
