@@ -127,7 +127,6 @@ NOT_YET: set[str] = {  # rooms that were written before these rules
     *(
         "api",
         "launch",
-        "machines",
         "policy",
         "step",
     ),

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from uneven.errors import InputError
-from uneven.machines.door import MOST_STRANGERS, Door, knock, listen, split_place
-from uneven.machines.unheard import tell_unheard
+from uneven.machines.door import MOST_STRANGERS, Door, knock, listen, split_place, tell_unheard
 from uneven.machines.wire import MAX_GREETING, Connection
 
 TOKEN = "the-right-token"

@@ -98,8 +98,8 @@ def test_a_port_that_nobody_listens_on_is_named_at_once() -> None:
 def test_the_listener_takes_an_allowed_port_on_one_address() -> None:
     with closing(Listener("127.0.0.1", "secret")) as first:
         with pytest.raises(MachineError, match=r"no port for the reach test at 127.0.0.1: .*; name free ones"):
-            Listener("127.0.0.1", "secret", [first.port])
-        with closing(Listener("127.0.0.2", "secret", [first.port])) as other:
+            Listener("127.0.0.1", "secret", (first.port, first.port))
+        with closing(Listener("127.0.0.2", "secret", (first.port, first.port))) as other:
             assert other.port == first.port  # of another address: no listener holds all of them
 
 

@@ -6,7 +6,6 @@ run what was compared, and nothing else (launch/script.py).
 """
 
 import ast
-import difflib
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,6 @@ import uneven
 
 MOST_FILES = 300  # a larger project is compared as far as these
 MOST_BYTES = 32 << 20  # of one file
-MOST_DIFF_LINES = 20
-MOST_TEXT = 1 << 18  # of a script that is shown
 UNREADABLE = "unreadable: "  # in the place of a digest
 
 
@@ -64,25 +61,6 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """The files whose digests differ, or that one side lacks or cannot read."""
     names = dict.fromkeys((*ours, *theirs))
     return [name for name in names if ours.get(name) != theirs.get(name) or ours[name].startswith(UNREADABLE)]
-
-
-def short_diff(theirs: str, ours: str, host: str, name: str) -> list[str]:
-    """What the leader's text has in place of theirs, in a few lines."""
-    lines = list(
-        difflib.unified_diff(
-            theirs.splitlines(), ours.splitlines(), f"{host}: {name}", f"leader: {name}", n=1, lineterm=""
-        )
-    )
-    more = len(lines) - MOST_DIFF_LINES
-    return lines if more <= 0 else [*lines[:MOST_DIFF_LINES], f"... and {more} lines more"]
-
-
-def script_text(path: Path) -> str:
-    """Its text as far as it is worth comparing; empty where it cannot be read."""
-    try:
-        return read_code(path)[:MOST_TEXT].decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _digest(path: Path) -> str:

@@ -19,11 +19,21 @@ from typing import Any
 
 from uneven.errors import InputError
 from uneven.machines.addresses import host_label
-from uneven.machines.unheard import UnheardBox, tell_unheard
-from uneven.machines.wire import HANDSHAKE_S, MAX_GREETING, Challenge, Connection, WireError, greet, parse_line
+from uneven.machines.wire import (
+    HANDSHAKE_S,
+    MAX_GREETING,
+    Challenge,
+    Connection,
+    WireError,
+    greet,
+    is_mac,
+    make_mac,
+    parse_line,
+)
 
 MOST_STRANGERS = 64
-MOST_REMEMBERED = 64  # addresses that came with a wrong token
+MOST_REMEMBERED = 64  # addresses that came with a wrong token, or hear no answer
+MOST_DATAGRAM, COPIES = 256, 3  # bytes; one may be lost
 POLL_S = 0.25
 RETRY_S = 0.2
 ROLE_S = 10.0  # for the first message of an admitted connection
@@ -61,6 +71,36 @@ class _Stranger:
     received: bytearray = field(default_factory=bytearray)
 
 
+class UnheardBox:
+    """A datagram socket at the door's address and port, for machines that knock and hear no answer.
+
+    A firewall that drops what comes from the leader lets the knock out, but TCP needs both directions, so the leader
+    would wait for a machine that has given up. A datagram needs one. It is signed with the token, for this door and
+    this sender alone, and ends a run that has not begun; a stranger's is dropped unread.
+    """
+
+    def __init__(self, address: str, port: int, token: str) -> None:
+        self.hosts: dict[str, str] = {}  # that heard no answer, by their addresses
+        self._place = f"{address} {port}"
+        self._token = token
+        self.sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+        self.sock.setblocking(False)
+        with suppress(OSError):  # taken by another program: then nobody is heard in this way
+            self.sock.bind((address, port))
+
+    def read(self) -> None:
+        """Take one datagram."""
+        try:
+            data, source = self.sock.recvfrom(MOST_DATAGRAM)
+        except OSError:
+            return
+        host, _, mac = data.decode(errors="replace").partition(" ")
+        address = str(source[0])
+        is_known = is_mac(mac, self._token, "unheard", self._place, address, host)
+        if is_known and len(self.hosts) < MOST_REMEMBERED:
+            self.hosts[address] = host
+
+
 class Door:
     """Open from `open()`, or from the start, to `close()`. `handlers` may be added at any time."""
 
@@ -69,7 +109,8 @@ class Door:
         self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
         self.handlers: dict[str, Handler] = {}
         self.wrong_tokens: dict[str, int] = {}  # how often, by address
-        self._listener, self._token = listener, token
+        self._listener = listener
+        self._token = token
         self._strangers: dict[int, _Stranger] = {}  # by file descriptor, in the order in which they came
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -245,6 +286,17 @@ def knock(address: str, port: int, token: str, wait_s: float) -> Connection:
                 tell_unheard(address, port, token, host_label())
             raise InputError(why)
         time.sleep(RETRY_S)
+
+
+def tell_unheard(address: str, port: int, token: str, host: str) -> None:
+    """The joining side, when it gives up."""
+    host = "".join(host.split())[:64]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))
+        own = str(sock.getsockname()[0])
+        for _ in range(COPIES):
+            sock.send(f"{host} {make_mac(token, 'unheard', f'{address} {port}', own, host)}".encode())
 
 
 def _advice(error: OSError, address: str) -> str:

@@ -45,9 +45,11 @@ class Peer:
 class Listener:
     """Answers the probes of the other machines, on one address. Life cycle: from its construction to `close`."""
 
-    def __init__(self, address: str, token: str, ports: Sequence[int] = ()) -> None:
-        """`ports` are the allowed ones; empty: any. MachineError where none is free."""
-        self._token, self._heard, self._closed = token, set[int](), threading.Event()
+    def __init__(self, address: str, token: str, ports: tuple[int, int] | None = None) -> None:
+        """`ports` are the first and the last allowed one. MachineError where none is free."""
+        self._token = token
+        self._heard: set[int] = set()
+        self._closed = threading.Event()
         self._places = threading.BoundedSemaphore(MOST_PROBES)
         self._tcp, self._udp = _bind(address, ports)
         self.port: int = self._tcp.getsockname()[1]
@@ -199,11 +201,11 @@ def _judge_pair(
     return [Difference(ours.host, what, f"closed ({error}{other_way})", "", fix, "links")]
 
 
-def _bind(address: str, ports: Sequence[int]) -> tuple[socket.socket, socket.socket]:
+def _bind(address: str, ports: tuple[int, int] | None) -> tuple[socket.socket, socket.socket]:
     """A TCP and a UDP socket on one port of one address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     why: OSError | None = None
-    for port in ports or (0,) * 8:
+    for port in (0,) * 8 if ports is None else range(ports[0], ports[1] + 1):
         tcp, udp = socket.socket(family, socket.SOCK_STREAM), socket.socket(family, socket.SOCK_DGRAM)
         try:
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -255,7 +257,8 @@ def _measure(sock: socket.socket) -> dict[str, Any]:
 
 def _send_burst(sock: socket.socket, seconds: float) -> float | None:
     """Bytes per second that arrive; None where the other side does not say. What is still queued is dropped."""
-    chunk, sent, end_s = bytes(CHUNK), 0, time.monotonic() + seconds + CONNECT_S
+    chunk, sent = bytes(CHUNK), 0
+    end_s = time.monotonic() + seconds + CONNECT_S
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     try:
         sock.sendall(BURST + CLOCK.pack(seconds))

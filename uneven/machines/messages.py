@@ -145,7 +145,9 @@ def table(fields: Fields, missing: Mapping[str, Any] | None = None) -> Check:
     return check
 
 
-LABEL, LINE, LINES = shown(64), shown(1000), shown(MOST_LINES, keep="\n\t")
+LABEL = shown(64)
+LINE = shown(1000)
+LINES = shown(MOST_LINES, keep="\n\t")
 NAME = matching(r"[A-Za-z0-9_-]{1,64}", "a name of letters and digits")
 INDEX = whole(0, MOST_RANKS)
 PORT = whole(1, 65535)
@@ -176,9 +178,9 @@ def address_and_port(value: Any) -> list[Any]:
     return [address(host), PORT(port)]
 
 
-def ports(value: Any) -> list[int]:
+def ports(value: Any) -> tuple[int, int]:
     first, last = _parts(value, 2)
-    return [PORT(first), PORT(last)]
+    return PORT(first), PORT(last)
 
 
 def peer(value: Any) -> list[Any]:
@@ -344,7 +346,6 @@ FROM_NODE: Fields = {
     "facts": table(_FACTS, _NO_FACT | {"uneven": {"version": "?", "digest": "?"}}),
     "port": PORT,
     "cannot": LINES,
-    "script": text(1 << 18),
     "reached": table(
         {
             "machine": whole(0, MOST_MACHINES),
@@ -366,7 +367,6 @@ FROM_NODE: Fields = {
 FROM_LEADER: Fields = {
     "order": _ORDER,
     "refused": LINES,
-    "show": flag,
     "reach": several(peer, MOST_MACHINES, 1),
     "machine": whole(0, MOST_MACHINES),
     "go": placement,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from uneven.machines.code import differing
+
 CLOCK_S = 30.0  # clocks further apart than this are refused; nearer ones are aligned by round trips
 
 
@@ -33,14 +35,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is compared of one package or fact: `key` of both sides must be equal. `why` is what goes wrong if not."""
+    """What is compared of one package or fact: `key` of both sides must be equal."""
 
     check: str
     what: str
     read: Callable[[Mapping[str, Any]], str | None]
     key: Callable[[str], str]
-    fix: str  # {ours} and {theirs} are put in
-    why: str
+    fix: str  # {ours} is put in
 
 
 def minor(version: str) -> str:
@@ -64,31 +65,21 @@ def _uneven(facts: Mapping[str, Any]) -> str | None:
 
 
 RULES = (
-    Rule(
-        "uneven", "uneven", _uneven, str, "install the same uneven on both",
-        "the ranks speak a protocol with each other that may change with any line of it",
-    ),
-    Rule(
-        "python", "Python", _read("python"), minor, "use Python {ours_minor} there",
-        "random, hashes and orders of the standard library change between minor versions, and data orders with them",
-    ),
-    Rule(
-        "torch", "torch", _read("torch"), minor, "pip install torch=={ours_release} there",
-        "kernels, optimizer steps and the protocols of Gloo and its store change between minor versions",
-    ),
-)  # fmt: skip
+    # The ranks speak a protocol with each other that may change with any line of it.
+    Rule("uneven", "uneven", _uneven, str, "install the same uneven on both"),
+    # random, hashes and orders of the standard library change between minor versions, and data orders with them.
+    Rule("python", "Python", _read("python"), minor, "use Python {ours_minor} there"),
+    # Kernels, optimizer steps and the protocols of Gloo and its store change between minor versions.
+    Rule("torch", "torch", _read("torch"), minor, "pip install torch=={ours_release} there"),
+)
 
 # What may differ, with a note: it changes bits or speed at most, and no result that a user would notice.
 NOTES = (
-    Rule(
-        "torch", "torch", _read("torch"), release, "pip install torch=={ours_release} there for equal bits",
-        "a patch release mends kernels: results agree to rounding",
-    ),
-    Rule(
-        "numpy", "numpy", _read("numpy"), minor, "pip install numpy=={ours} there",
-        "its random streams may change between minor versions: an augmentation by numpy may differ",
-    ),
-)  # fmt: skip
+    # A patch release mends kernels: results agree to rounding.
+    Rule("torch", "torch", _read("torch"), release, "pip install torch=={ours_release} there for equal bits"),
+    # Its random streams may change between minor versions: an augmentation by numpy may differ.
+    Rule("numpy", "numpy", _read("numpy"), minor, "pip install numpy=={ours} there"),
+)
 
 
 def compare(
@@ -142,18 +133,12 @@ def _compare_nccl(leader: Mapping[str, Any], other: Mapping[str, Any], backend: 
 
 def _compare_code(leader: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     ours, theirs = leader.get("code") or {}, other.get("code") or {}
-    if not ours or not theirs:
+    if not ours or not theirs or not (names := differing(ours, theirs)):
         return []
-    for name, digest in ours.items():
-        if theirs.get(name) != digest:
-            found = "missing" if name not in theirs else f"another ({theirs[name][:8]})"
-            fix = "copy the leader's there (git, rsync)"
-            return [Difference(_host(other), f"the file {name}", found, digest[:8], fix, "code")]
-    for name in theirs:
-        if name not in ours:
-            fix = "copy the leader's script there (git, rsync)"
-            return [Difference(_host(other), f"the file {name}", "imported", "not there", fix, "code")]
-    return []
+    name, fix = names[0], "copy the leader's there (git, rsync)"
+    found = f"another ({theirs[name][:8]})" if name in theirs else "missing"
+    known = ours[name][:8] if name in ours else "not there"
+    return [Difference(_host(other), f"the file {name}", found, known, fix, "code")]
 
 
 def _compare_dtype(leader: Mapping[str, Any], other: Mapping[str, Any], precision: str | None) -> list[Difference]:

@@ -67,7 +67,7 @@ def receive_file(
     header = connection.read(header_s)
     if "refused" in header:
         raise RefusedError(printable(str(header["refused"])[:500]))
-    name, size, crc = header.get("name"), header.get("size"), header.get("crc32")
+    name, size = header.get("name"), header.get("size")
     if not isinstance(name, str) or name not in expected or not _NAME.fullmatch(name):
         raise WireError(f"an unexpected file {str(name)[:100]!r}")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= limit:
@@ -83,8 +83,10 @@ def receive_file(
                     file.flush()
                     os.fsync(file.fileno())
                     unsynced = 0
-            if f"{found:08x}" != crc:
-                raise RefusedError(f"{name} was damaged on its way: its crc32 is {found:08x} instead of {crc}")
+            if f"{found:08x}" != header.get("crc32"):
+                raise RefusedError(
+                    f"{name} was damaged on its way: its crc32 is {found:08x} instead of {header.get('crc32')}"
+                )
     except WireError:
         raise
     except OSError:
@@ -103,7 +105,8 @@ class LeaderFiles:
     def __init__(
         self, door: tuple[str, int, str], make_scratch: Callable[[], Path], remove: Callable[[Path], None]
     ) -> None:
-        self._address, self._port, self._token = door
+        self._address, self._port = door[:2]
+        self._token = door[2]
         self._make_scratch, self._remove = make_scratch, remove
         self._scratch: Path | None = None
         self._open: set[socket.socket] = set()

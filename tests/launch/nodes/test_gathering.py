@@ -16,11 +16,10 @@ from uneven.launch.nodes.gathering import Gathering
 from uneven.launch.nodes.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.signals import Stoppable
-from uneven.machines.door import Door, knock, listen
+from uneven.machines.door import Door, knock, listen, tell_unheard
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
 from uneven.machines.session import Session
-from uneven.machines.unheard import tell_unheard
 from uneven.machines.wire import Connection, WireError
 from uneven.version import __version__
 
@@ -152,25 +151,6 @@ def test_a_machine_that_does_not_fit_ends_the_run(leader: Leader, changes: dict[
     with pytest.raises(RefusedError, match=message):
         gathering.wait()
     assert RefusedError.exit_code == 1
-    connection.close()
-
-
-def test_a_script_that_differs_is_shown(leader: Leader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("lr = 3\n")
-    gathering = leader.gather()
-    connection = leader.join("pc")
-
-    def answer() -> None:
-        bring(connection, code={"train.py": "bb"})
-        assert "show" in read(connection)
-        connection.send(script="lr = 1\n")
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with pytest.raises(RefusedError, match=r"(?s)pc: train.py differs; copy .*git.*-lr = 1\n\+lr = 3"):
-        gathering.wait()
-    thread.join()
     connection.close()
 
 

@@ -10,16 +10,14 @@ away for good: it joins once the run is on, or is refused at once where the run 
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from uneven.errors import RefusedError
-from uneven.format import printable
 from uneven.launch.nodes.remote import RemoteNode
 from uneven.machines.addresses import host_label
-from uneven.machines.code import differing, script_text, short_diff
+from uneven.machines.code import differing
 from uneven.machines.door import Door
 from uneven.machines.facts import stamped
 from uneven.machines.hosts import StartedHosts
@@ -211,10 +209,8 @@ class Gathering:
         session.send(order=self._order)
         answer = self._read_facts(session, host)
         round_trip_s = time.monotonic() - asked_s
-        theirs = answer["facts"]["code"]
-        names = differing(self._facts["code"], theirs)
-        if names and "code" not in self._options.skip:
-            raise RefusedError(self._different_code(session, host, names, bool(theirs)))
+        if why := self._different_code(host, answer["facts"]["code"]):
+            raise RefusedError(why)
         settings = self._order["settings"]
         facts = {**answer["facts"], "host": host}
         differences = compare(
@@ -232,19 +228,15 @@ class Gathering:
             raise RefusedError(f"{host}: {answer['cannot']}")
         return answer
 
-    def _different_code(self, session: Session, host: str, names: Sequence[str], is_there: bool) -> str:
-        """Which files differ, how to mend it, and what is different in the script."""
-        script = Path(self._order["script"])
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    def _different_code(self, host: str, theirs: Mapping[str, str]) -> str:
+        """Which files differ, and how to mend it; empty where none does."""
         fix = "copy the leader's there (git, rsync)"
-        if not is_there:
-            return f"{host}: {script} is not there; {fix}"
-        lines: list[str] = []
-        if next(iter(self._facts["code"])) in names:  # the script itself is the first one
-            session.send(show=1)
-            text = session.expect("script", timeout_s=10.0)["script"]
-            lines = [printable(line, "\t") for line in short_diff(text, script_text(script), host, script.name)]
-        return "\n".join([f"{host}: {shown} {'differs' if len(names) == 1 else 'differ'}; {fix}", *lines])
+        if not (names := differing(self._facts["code"], theirs)) or "code" in self._options.skip:
+            return ""
+        if not theirs:
+            return f"{host}: {self._order['script']} is not there; {fix}"
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        return f"{host}: {shown} {'differs' if len(names) == 1 else 'differ'}; {fix}"
 
 
 def has_all(most: int) -> str:

@@ -174,8 +174,7 @@ class Leader:
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""
-        ports = self._options.ports
-        listener = Listener(self._door.address, self._options.token, range(ports[0], ports[1] + 1) if ports else ())
+        listener = Listener(self._door.address, self._options.token, self._options.ports)
         try:
             places = [(self._door.address, listener.port), *((node.session.address, node.port) for node in nodes)]
             peers = [Peer(host, address, port) for host, (address, port) in zip(hosts, places, strict=True)]

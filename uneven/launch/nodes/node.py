@@ -28,7 +28,7 @@ from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines.addresses import host_label
-from uneven.machines.code import script_digests, script_text
+from uneven.machines.code import script_digests
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -142,16 +142,13 @@ class Node:
         facts = self._try(self._collect, script)
         self._code, self._devices = facts["code"], own_devices(facts)
         self._session.send(facts=stamped(facts), port=listener.port)
-        while "go" not in (message := self._hear("go", "reach", "show", timeout_s=START_S)):
-            if "show" in message:
-                self._session.send(script=script_text(script.path))
-            elif message["machine"] >= len(message["reach"]):
+        while "go" not in (message := self._hear("go", "reach", timeout_s=START_S)):
+            if message["machine"] >= len(message["reach"]):
                 raise WireError("it sent a bad message: machine must be one of those to be reached")
-            else:
-                self._say(f"joined {self._leader}: {len(message['reach'])} machines")
-                peers = [Peer(host, address, port) for host, address, port in message["reach"]]
-                report = reach(message["machine"], peers, listener, self._options.token)
-                self._session.send(reached=report)
+            self._say(f"joined {self._leader}: {len(message['reach'])} machines")
+            peers = [Peer(host, address, port) for host, address, port in message["reach"]]
+            report = reach(message["machine"], peers, listener, self._options.token)
+            self._session.send(reached=report)
         return message
 
     def _check_start(self, script: Script, placement: RunPlan, settings: Mapping[str, Any]) -> None:
@@ -165,9 +162,7 @@ class Node:
         check_settings(settings)
 
     def _listen(self) -> Listener:
-        ports: list[int] | None = self._order["ports"]
-        allowed = range(ports[0], ports[1] + 1) if ports else ()
-        return Listener(self._session.own_address, self._options.token, allowed)
+        return Listener(self._session.own_address, self._options.token, self._order["ports"])
 
     def _collect(self, script: Script) -> dict[str, Any]:
         """This machine's facts, with devices that can train."""
