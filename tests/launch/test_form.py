@@ -13,7 +13,7 @@ from uneven.comm.store import TCPStore, open_store, reach_store
 from uneven.errors import GroupLostError
 from uneven.launch import membership as membership_module
 from uneven.launch.heartbeat import heartbeat_key
-from uneven.launch.membership import LEFT_S, WAITING_S, StoreMembership, patience_s
+from uneven.launch.membership import LEFT_S, WAITING_S, RunStart, Steps, StoreMembership, patience_s
 from uneven.launch.newcomer import OVER, announce_run
 from uneven.train.elastic.membership import Generation
 
@@ -41,7 +41,7 @@ def test_a_group_begins_to_form_when_all_of_its_members_are_there(port_and_store
         return FakeGroup()
 
     def member(number: int) -> StoreMembership:
-        return StoreMembership(reach_store("127.0.0.1", port), MEMBERS[number], 1, 0, 60.0, make_group)
+        return StoreMembership(reach_store("127.0.0.1", port), MEMBERS[number], RunStart(1, 0, 60.0), Steps(make_group))
 
     first, second = member(0), member(1)
     early = on_thread(lambda: first.form(PAIR))
@@ -73,8 +73,8 @@ class Waiting:
 
     def form(self, run: int = 1, **how: Any) -> float:
         """When the group begins to form."""
-        known: Any = (self.store, MEMBERS[0], run, 0, 60.0, lambda *_: FakeGroup())
-        StoreMembership(*known).form(PAIR, **how)
+        steps: Any = Steps(lambda *_: FakeGroup())  # type: ignore[arg-type, return-value]
+        StoreMembership(self.store, MEMBERS[0], RunStart(run, 0, 60.0), steps).form(PAIR, **how)
         return self.now_s
 
     def beat(self, **status: Any) -> None:

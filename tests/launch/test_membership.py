@@ -36,7 +36,7 @@ from uneven.launch.heartbeat import (
     suspicion_key,
 )
 from uneven.launch.local_ranks import Newcomer
-from uneven.launch.membership import StoreMembership, waiting_limit_s
+from uneven.launch.membership import RunStart, Steps, StoreMembership, waiting_limit_s
 from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
 from uneven.launch.rank_place import RankPlace
 from uneven.launch.watch.generations import Generations
@@ -374,7 +374,7 @@ def test_who_joins_a_loop_of_the_users_own_waits_until_it_is_let_in() -> None:
     """Not so after a loss: the group is gone anyway, and so it is where the same members start a new one."""
     aborted: list[str] = []
     group: Any = SimpleNamespace(abort=aborted.append)
-    membership = StoreMembership(None, "a", 1, 0, 1.0, lambda *_: group)  # type: ignore[arg-type]
+    membership = StoreMembership(None, "a", RunStart(1, 0, 1.0), Steps(lambda *_: group))  # type: ignore[arg-type]
     membership.joined(group)
     membership.defer_joins(("a", "b"))
     membership.announce(of("a", "b", "c", number=1))

@@ -31,9 +31,8 @@ from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.external.meeting import assemble, await_all, tell_refusal
 from uneven.launch.external.placement import Placement, name_devices, take_cores
 from uneven.launch.external.variables import read_launcher
-from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, HeartbeatCalls, beat
-from uneven.launch.membership import has_crowd
+from uneven.launch.membership import form_first_group, has_crowd
 from uneven.launch.rank_place import NOT_OVER, RankPlace
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.run_status import Output, RunStatus, SharedProgress

@@ -1,17 +1,19 @@
-"""The rank's side of generations: what the launcher publishes in its store (launch/watch/watch.py), as a Membership.
+"""The rank's groups: the first one of a run, and those of later generations, as a Membership.
 
-Made by launch/context.py for a worker that can go on without ranks that are lost. The heartbeat's thread reads a new
-roster first and aborts the present group, so that the thread that trains, wherever it waits, comes here.
+`form_first_group` is called by launch/context.py. A StoreMembership is the rank's side of what the launcher publishes
+in its store (launch/watch/watch.py), for a worker that can go on without ranks that are lost. The heartbeat's thread
+reads a new roster first and aborts the present group, so that the thread that trains, wherever it waits, comes here.
 """
 
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from uneven.comm.form import form_group
 from uneven.comm.group import Group
@@ -20,6 +22,8 @@ from uneven.config import RunConfig
 from uneven.errors import GroupLostError, Left, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
+from uneven.launch.checks.parity import check_agreement
+from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     INTERVAL_S,
@@ -36,6 +40,7 @@ from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
 from uneven.launch.watch.lost import WAITING_PHASES, silence_allowed_s
 from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settler import PARTING
+from uneven.train.rank_info import RankInfo
 
 POLL_S = 0.02
 ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost
@@ -46,32 +51,42 @@ ANSWER_S = 10.0  # for the launcher, beyond the silence after which a rank is lo
 LEFT_S, WAITING_S = 20.0, 120.0
 
 
+@dataclass(frozen=True)
+class RunStart:
+    """What a membership begins with: the number of the run in its script, and the first generation's.
+
+    Of somebody who joins that is the one that it was told of, in which it is not. `limit_s`: how long the launcher may
+    take to announce a generation. `facts` are told to those who join.
+    """
+
+    run: int
+    generation: int
+    limit_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a rank does on its way from one group to the next."""
+
+    make_group: Callable[[Generation, int], Group]  # as this rank of the generation
+    on_formed: Callable[[Generation, int], None] = lambda *_: None
+    on_settled: Callable[[Sequence[str]], None] = lambda _: None
+    before_enter: Callable[[], None] = lambda: None  # raises where a newcomer does not fit
+
+
 class StoreMembership:
     """Life cycle: one per run and rank. `joined` with the first group; the worker calls the rest.
 
-    `store` is used by the thread that trains alone, `announce` is called on the heartbeat's. `run` counts the runs of
-    the script, `number` is the generation that this one starts with: of somebody who joins, the one that it was told
-    of, in which it is not. `make_group` forms a generation's group as this rank of it, `on_formed` hears that it has
-    formed. `facts` are told to those who join; `before_enter` raises where a newcomer does not fit.
+    `store` is used by the thread that trains alone, `announce` is called on the heartbeat's.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        member: str,
-        run: int,
-        number: int,
-        limit_s: float,
-        make_group: Callable[[Generation, int], Group],
-        on_formed: Callable[[Generation, int], None] = lambda *_: None,
-        on_settled: Callable[[Sequence[str]], None] = lambda _: None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-        before_enter: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store, self._member, self._run, self._limit_s = store, member, run, limit_s
-        self._make_group, self._on_formed, self._on_settled = make_group, on_formed, on_settled
-        self._facts, self._before_enter = facts, before_enter
-        self._first = number  # of the run's start
+    def __init__(self, store: Store, member: str, start: RunStart, steps: Steps) -> None:
+        self._store = store
+        self._member = member
+        self._start = start
+        self._run = start.run
+        self._steps = steps
         self._newest: Generation | None = None  # that was announced since
         self._group: Group | None = None
         self._is_leaving = False  # as the heartbeat's thread has read it
@@ -85,7 +100,7 @@ class StoreMembership:
     def announce(self, generation: Generation) -> None:
         """A newer generation is published: whatever waits for a collective of the present group is to give up."""
         before = self._deferred or self._newest
-        if generation.number <= (self._first if before is None else before.number):
+        if generation.number <= (self._start.generation if before is None else before.number):
             return
         is_deferred = self._known is not None and self._known < {*generation.members}
         self._known = None if self._known is None else frozenset(generation.members)
@@ -118,7 +133,7 @@ class StoreMembership:
         return generation
 
     def begin(self, facts: dict[str, Any]) -> None:
-        self._store.set(facts_key(self._run), json.dumps({**self._facts, **facts}))
+        self._store.set(facts_key(self._run), json.dumps({**self._start.facts, **facts}))
 
     def defer_joins(self, members: tuple[str, ...]) -> None:
         self._known = frozenset(members)
@@ -132,7 +147,7 @@ class StoreMembership:
             self._deferred, self._newest = None, found
 
     def enter(self) -> Generation:
-        self._before_enter()
+        self._steps.before_enter()
         try:
             self._store.set(ready_key(self._member), "1")
             while self._newest is None or self._member not in self._newest.members:
@@ -157,7 +172,7 @@ class StoreMembership:
 
     def _wait_after(self, number: int, key: str, value: str, cause: str) -> Generation:
         """Tell the leader where this rank is, by `key`, and wait for the generation after this one."""
-        end_s = time.monotonic() + self._limit_s
+        end_s = time.monotonic() + self._start.limit_s
         known, self._known = self._known, None  # the group is lost: nobody waits any more
         self.let_in()
         try:
@@ -165,7 +180,9 @@ class StoreMembership:
                 self._store.set(key, value)
             while not self.is_stale(number):
                 if time.monotonic() > end_s:
-                    raise GroupLostError(f"{cause}; the launcher announced no other ranks within {self._limit_s:.0f} s")
+                    raise GroupLostError(
+                        f"{cause}; the launcher announced no other ranks within {self._start.limit_s:.0f} s"
+                    )
                 time.sleep(POLL_S)
                 self._read()  # sooner than the heartbeat does
         except RuntimeError as error:
@@ -188,7 +205,7 @@ class StoreMembership:
             before.close()
         try:
             self._await_all(generation, is_own_loop)
-            group = self._make_group(generation, rank)
+            group = self._steps.make_group(generation, rank)
         except RankError:
             raise
         except RuntimeError as error:  # of torch: a peer or the store is gone
@@ -199,7 +216,7 @@ class StoreMembership:
             group.abort(self._newest.why)
             group.close()
             raise GroupLostError(self._newest.why)
-        self._on_formed(generation, rank)
+        self._steps.on_formed(generation, rank)
         return group
 
     def _await_all(self, generation: Generation, is_own_loop: bool) -> None:
@@ -211,7 +228,8 @@ class StoreMembership:
         own = f"run/{self._run}/here/{generation.number}"
         keys = {member: f"{own}/{member}" for member in generation.members}
         self._store.set(keys[self._member], "1")
-        limit_s, since_s, looked_s = math.inf, 0.0, -math.inf
+        limit_s, since_s = math.inf, 0.0
+        looked_s = -math.inf
         heard: dict[str, tuple[str, float]] = {}  # of those who are missing: the last heartbeat, and when it was new
         while not self._store.check([*keys.values()]):
             if self.is_stale(generation.number):
@@ -240,7 +258,7 @@ class StoreMembership:
 
     def settled(self, number: int, lines: list[str]) -> None:
         self._store.set(settled_key(number, self._member), f"{time.time():.3f}")
-        self._on_settled(lines)
+        self._steps.on_settled(lines)
 
     def finish(self, number: int) -> None:
         """All members come to the same verdict, which the store keeps: the first one that is written counts."""
@@ -296,6 +314,29 @@ def form_ranks(
         generation=generation,
         is_stale=is_stale,
     )
+
+
+def form_first_group(
+    environment: LaunchEnvironment,
+    run: int,
+    rank_info: RankInfo,
+    model: nn.Module,
+    config: RunConfig | None,
+    data: Sequence[str],
+    say: Callable[[Sequence[str]], None],
+    is_crowded: bool,
+) -> Group:
+    """Of the script's run of this number, once all ranks have compared settings, data and model.
+
+    Without `config` the model is trained by hand, through host memory.
+    """
+    store = environment.connect(f"run/{run}")
+    check_agreement(store, rank_info, model, config, data, say)
+    if config is not None:
+        return form_ranks(store, rank_info.roster, rank_info.rank, config, is_crowded)
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    machines = rank_info.roster.machines
+    return form_group(store, rank_info.rank, rank_info.world_size, device, "cpu", is_crowded=False, machines=machines)
 
 
 def has_crowd(roster: Roster) -> bool:

@@ -18,7 +18,7 @@ from uneven.errors import GroupLostError
 from uneven.hardware.roster import Roster
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import GENERATION_KEY, SIGNAL_KEY, roster_key
-from uneven.launch.membership import StoreMembership, form_ranks, has_crowd, waiting_limit_s
+from uneven.launch.membership import RunStart, Steps, StoreMembership, form_ranks, has_crowd, waiting_limit_s
 from uneven.launch.run_status import Output
 from uneven.results.progress import Reporter
 from uneven.train.clocks import MachineClocks
@@ -163,12 +163,9 @@ class RankPlace:
                 rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
             output.say(lines)
 
-        store, limit_s = self.environment.connect(""), waiting_limit_s(config.deadline)
-        membership = StoreMembership(
-            *(store, self.environment.member, run, self.generation, limit_s, make_group, on_formed, on_settled),
-            facts=facts,
-            before_enter=before_enter,
-        )
+        start = RunStart(run, self.generation, waiting_limit_s(config.deadline), facts)
+        steps = Steps(make_group, on_formed, on_settled, before_enter)
+        membership = StoreMembership(self.environment.connect(""), self.environment.member, start, steps)
         membership.ask_to_leave(self._is_leaving)
         self.membership = membership
         return membership

@@ -21,7 +21,7 @@ from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import first_group, membership
+from uneven.launch import membership
 from uneven.launch.checks import preflight, resume
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
@@ -113,8 +113,7 @@ class Lab:
 @pytest.fixture
 def make_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Lab]]:
     """Labs with or without a door; `is_shared`: lab-b sees the folder of lab-a."""
-    for module in (first_group, membership):
-        monkeypatch.setattr(module, "form_group", lambda *_, **__: _local.group)
+    monkeypatch.setattr(membership, "form_group", lambda *_, **__: _local.group)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     with plain_door() as door:
 

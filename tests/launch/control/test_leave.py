@@ -21,7 +21,7 @@ from uneven.launch.control import leave_requests
 from uneven.launch.control.ask import ask_to_leave, choose_to_leave
 from uneven.launch.control.known_runs import STATUS, KnownRun, live_runs
 from uneven.launch.control.leave_requests import AskedToLeave, RequestFiles, await_readers
-from uneven.launch.nodes.departure import Departure
+from uneven.launch.nodes.node import Departure
 from uneven.launch.nodes.remote import RemoteNode
 
 

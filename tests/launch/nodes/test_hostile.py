@@ -16,7 +16,7 @@ from tests.launch.nodes.test_gathering import OPTIONS, TOKEN, Joined, Leader, br
 from uneven.errors import InputError, RankError
 from uneven.files import is_closed
 from uneven.launch.nodes import node as joining
-from uneven.launch.nodes.permitted import find_permitted
+from uneven.launch.nodes.node import find_permitted
 from uneven.machines.code import digest, read_code, script_digests
 from uneven.machines.door import Door, listen
 from uneven.machines.facts import stamped

@@ -1,6 +1,6 @@
 """What ranks tell each other before they train, and where all of them refuse together.
 
-Called by launch/checks/preflight.py and, before a group forms, by launch/first_group.py. On one machine only settings
+Called by launch/checks/preflight.py and, before a group forms, by launch/membership.py. On one machine only settings
 and models are compared: all ranks read the same files on the same system. Every rank raises the same RefusedError,
 because all of them judge the same answers.
 """

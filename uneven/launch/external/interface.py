@@ -17,7 +17,8 @@ from uneven.errors import InputError
 from uneven.hardware.network import Interface, interface_with, is_loopback, is_v6, read_interfaces, source_address
 from uneven.launch.external.placement import Placement
 
-GLOO, NCCL, FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 REACH_S = 3.0
 
 

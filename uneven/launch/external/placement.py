@@ -119,7 +119,8 @@ class Placement:
 
 def name_devices(setting: str, environment: LaunchEnvironment) -> tuple[Device, ...]:
     """The devices that the user named, one per rank; InputError where they do not fit the processes that there are."""
-    devices, launcher, world_size = parse_devices(setting), environment.launcher, environment.world_size
+    devices = parse_devices(setting)
+    launcher, world_size = environment.launcher, environment.world_size
     if any(device.percent is not None for device in devices):
         names = ",".join(device.torch_name for device in devices)
         raise InputError(

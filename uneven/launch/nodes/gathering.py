@@ -54,7 +54,11 @@ class Gathering:
     ) -> None:
         """`order` is what machines are told; its 'script' is relative to the current folder of each machine."""
         self.nodes: list[RemoteNode] = []
-        self._door, self._options, self._order, self._facts, self._say = door, options, order, facts, say
+        self._door = door
+        self._options = options
+        self._order = order
+        self._facts = facts
+        self._say = say
         self._arrived: queue.SimpleQueue[RemoteNode | _Misfit] = queue.SimpleQueue()
         self.sessions: list[Session] = []  # of all machines that have come, and are told about the end
         self._starting = threading.Lock()  # a machine is either seen by `wait`, or comes later

@@ -131,7 +131,9 @@ class Leader:
         facts: Mapping[str, Any],
         reporter: Reporter,
     ) -> None:
-        self._options, self._door, self._reporter = options, door, reporter
+        self._options = options
+        self._door = door
+        self._reporter = reporter
         self._script = script_order(script, {k: v for k, v in settings.items() if k != "devices"})
         self._own, self._facts = str(facts["host"]), facts
         self.hosts: tuple[str, ...] = ()
@@ -247,7 +249,10 @@ class Late:
     def __init__(
         self, options: LeadOptions, place: tuple[str, int], settings: Mapping[str, Any], reporter: Reporter
     ) -> None:
-        self._options, self._place, self._settings, self._reporter = options, place, settings, reporter
+        self._options = options
+        self._place = place
+        self._settings = settings
+        self._reporter = reporter
         self._nodes: list[RemoteNode] = []
 
     def start(self, node: RemoteNode, number: int, present: "Generation") -> list[Newcomer]:

@@ -1,13 +1,19 @@
 """`uneven join`: this machine takes part in a run that another one leads. It never loads torch; its ranks do.
 
 Script, arguments and settings come from the leader, devices are this machine's own. From the start to the end of the
-run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended. They leave
-on purpose where somebody asks them to (launch/nodes/departure.py).
+run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended.
+
+[Note: permitted] Whoever has the token chooses script and arguments. Without a rule that was any file of this machine,
+such as the module timeit of the standard library, which takes code as an argument. So it is the script that was named
+to `uneven join`, or a file below the folder in which that was typed, equal to the leader's, and no part of an
+environment that lies there.
 """
 
 import json
+import shlex
 import signal
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +21,20 @@ from typing import Any, TypeVar
 
 from uneven.config import check_settings
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
+from uneven.files import is_users_code
+from uneven.format import printable
 from uneven.hardware.device import Device
 from uneven.hardware.preflight import refuse_unsupported
 from uneven.launch.cleanup import make_private_folder, remove, remove_left_on_disk
-from uneven.launch.control.leave_requests import await_readers
+from uneven.launch.control.leave_requests import ENDS, RequestFiles, await_readers
 from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.find_script import Script
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
-from uneven.launch.nodes.departure import Departure
-from uneven.launch.nodes.permitted import describe_command, find_permitted, why_not_run
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines.addresses import host_label
-from uneven.machines.code import script_digests
+from uneven.machines.code import differing, script_digests
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -42,6 +48,9 @@ WAIT_S = 8.0  # for a leader that is not there yet
 ORDER_S = 30.0
 START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
 POLL_S = 0.05
+SIGNAL = "signal"  # the name of a request to leave that is no file
+ENVIRONMENTS = ("pyvenv.cfg", "conda-meta", "lib-dynload")  # what lies in the folders of a Python
+NAME_IT = "to run it nevertheless, name it: uneven join ADDRESS:PORT SCRIPT"
 MOST_TEXT = 20_000  # of a failed rank's message or traceback
 
 
@@ -98,7 +107,10 @@ class Node:
         say: Callable[[str], None],
         waiting: Stoppable,
     ) -> None:
-        self._options, self._session, self._folder, self._say = options, session, folder, say
+        self._options = options
+        self._session = session
+        self._folder = folder
+        self._say = say
         self._waiting = waiting
         self._door = (*place, options.token)
         self._order: Mapping[str, Any] = {}
@@ -206,23 +218,25 @@ class Node:
                 self._session.send(**known, errors=self._errors(), unused=self._unused(first))
             self._departure.look()
             message = self._session.take(POLL_S)
-            if message is not None and "answer" in message:
+            if message is None:
+                if self._session.why_lost is not None:
+                    raise WireError(self._session.why_lost)
+                continue
+            if "answer" in message:
                 self._departure.hear(message)
                 continue
-            if message is None and self._session.why_lost is not None:
-                raise WireError(self._session.why_lost)
-            if message is not None and "status" in message:
+            if "status" in message:
                 listing.show(message["status"])
-            if message is not None and "give_up" in message:
+            if "give_up" in message:
                 self._give_up(ranks, message["give_up"])
-            if message is not None and "watched" in message:
+            if "watched" in message:
                 self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
-            if message is not None and "refused" in message:
+            if "refused" in message:
                 raise RefusedError(f"refused by {self._leader}: {message['refused']}")
-            if message is not None and "dropped" in message:
+            if "dropped" in message:
                 again = f"to bring it back: uneven join {self._options.place}"
                 raise RankError(f"{self._leader} goes on without this machine: {message['dropped']}; {again}")
-            if message is not None and "end" in message:
+            if "end" in message:
                 return message
 
     def _give_up(self, ranks: RankProcesses, number: int) -> None:
@@ -277,3 +291,106 @@ def _outside(settings: Mapping[str, Any]) -> str | None:
     """The folder for results that the leader names, where it is not below this one: ranks here write nothing to it."""
     out = Path(settings.get("out") or ".").resolve()
     return None if out.is_relative_to(Path.cwd().resolve()) else str(out)
+
+
+class Departure:
+    """How this machine goes on purpose: a signal or `uneven leave` here has its ranks hand in what they have trained.
+
+    The leader lets them (launch/watch/turnover.py), or says why not. Life cycle: one per joined machine and run; `look`
+    often, `hear` what the leader answers, on one thread.
+    """
+
+    def __init__(self, session: Session, folder: Path, say: Callable[[str], None]) -> None:
+        self._session = session
+        self._files = RequestFiles(folder)
+        self._say = say
+        self._names: set[str] = set()  # of requests by files that are not answered
+        self._signal: int | None = None
+        self.has_left = False  # all ranks here have left on purpose
+
+    def on_signal(self, number: int) -> None:
+        """SIGTERM or Ctrl-C, on the signals' thread: leave; a second one ends this process (launch/signals.py)."""
+        self._signal = number
+        self._say(f"{signal.Signals(number).name}: this machine hands in what it has trained and leaves")
+        self._session.send(leave=SIGNAL, is_urgent=1)
+
+    def look(self) -> None:
+        """Pass on what was asked for since, and what was withdrawn."""
+        for name, ranks in self._files.take().items():
+            self._names.add(name)
+            self._session.send(leave=name, ranks=ranks)
+        for name in [name for name in self._names if not self._files.is_open(name)]:
+            self._names.discard(name)
+            self._session.send(stays=name)
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """The leader's answer to one of the requests."""
+        name = message["answer"]
+        answer = {key: message[key] for key in ("left", "refused") if key in message}
+        if name == SIGNAL:
+            if answer.get("refused", ENDS) != ENDS:
+                self._say(f"the run cannot go on without this machine ({answer['refused']}): it stops, and is saved")
+                self._session.send(stop=self._signal)
+        elif name in self._names and self._files.is_open(name):
+            self._names.discard(name)
+            self._files.answer(name, answer)
+
+
+def find_permitted(order: Mapping[str, Any], named: Path | None) -> Script:
+    """The script of an order, which need not be there yet; InputError where it must not be run: [Note: permitted]."""
+    module, path = order["module"], Path(order["script"]) if named is None else named
+    try:
+        whole = path.resolve()  # once: a link may lead elsewhere later
+        script = Script(whole, tuple(order["args"]), module)
+        is_other = whole.exists() and not stat.S_ISREG(whole.stat().st_mode)
+        if named is None:
+            _check_place(path, whole)
+        if module is not None and script.inner_path.with_suffix("") != Path(module.replace(".", "/")):
+            raise InputError(f"script {_quoted(path)} is not the module {module} that the leader runs; name its file")
+        if named is None and not script.folder.is_relative_to(Path.cwd().resolve()):
+            raise InputError(f"script {_quoted(path)}: the module {module} begins outside of this folder; {NAME_IT}")
+    except (OSError, RuntimeError, IndexError) as error:  # a name that is too long, links in a circle, too many dots
+        raise InputError(f"script {_quoted(path)} cannot be looked at here: {error}") from error
+    if is_other:
+        raise InputError(f"script {_quoted(path)} is no plain file here, so it is not run")
+    return script
+
+
+def why_not_run(order: Mapping[str, Any], named: Path | None, code: Mapping[str, str]) -> str:
+    """Why this machine does not run the code that it has, by its digests; empty where it does."""
+    if not code:
+        return f"{_quoted(order['script'])} is not here"
+    if named is None and (names := differing(order["code"], code)):
+        return f"{', '.join(map(printable, names[:5]))} differs from the leader's; {NAME_IT}"
+    return ""
+
+
+def describe_command(script: Script) -> str:
+    """What the leader has this machine run, with all arguments, on one line."""
+    return printable(shlex.join([*script.words, *script.args]))
+
+
+def _check_place(path: Path, whole: Path) -> None:
+    below = Path.cwd().resolve()
+    if ".." in path.parts or not whole.is_relative_to(below):
+        raise InputError(
+            f"script {_quoted(path)} is not below the folder in which uneven join was typed; type it in the folder of "
+            f"the project, or {NAME_IT}"
+        )
+    inner = whole.relative_to(below)
+    is_ours = whole.suffix == ".py" and is_users_code(str(whole)) and not any(p.startswith(".") for p in inner.parts)
+    if not is_ours or _has_environment(whole, below):
+        raise InputError(
+            f"script {_quoted(path)} is no Python file of a project (.py, not in a hidden folder, an environment or an "
+            f"installed package); {NAME_IT}"
+        )
+
+
+def _has_environment(whole: Path, below: Path) -> bool:
+    """Whether a folder between the two is one of a Python. The project's own may be the top of its environment."""
+    between: Sequence[Path] = [folder for folder in whole.parents if folder.is_relative_to(below) and folder != below]
+    return any((folder / name).exists() for folder in between for name in ENVIRONMENTS)
+
+
+def _quoted(path: Path | str) -> str:
+    return f"'{printable(str(path))}'"

@@ -150,8 +150,12 @@ class AllRanks:
         arrived: Callable[[], list[RemoteNode]] = list,
         start: "Callable[[RemoteNode, int, Generation], list[Newcomer]] | None" = None,
     ) -> None:
-        self._processes, self._nodes, self._folder, self._requests = processes, list(nodes), folder, requests
-        self._arrived, self._start_node = arrived, start
+        self._processes = processes
+        self._nodes = list(nodes)
+        self._folder = folder
+        self._requests = requests
+        self._arrived = arrived
+        self._start_node = start
         self._files = RequestFiles(folder)
 
     def exit_codes(self) -> list[int | None]:

@@ -53,12 +53,14 @@ class Generations:
     def admit(self, numbers: Sequence[int]) -> Generation:
         """The next generation, with these processes as its last ranks."""
         self._repeats = 0
-        roster, members, names = self.present.roster, self.present.members, []
+        roster, members = self.present.roster, self.present.members
+        names = []
         for number in numbers:
             newcomer = self.waiting.pop(number)
             self.joining.add(number)
             names.append(f"rank {len(members)} ({newcomer.device} on {newcomer.member.split('/')[0]})")
-            roster, members = roster.with_rank(newcomer.device, newcomer.host), (*members, newcomer.member)
+            roster = roster.with_rank(newcomer.device, newcomer.host)
+            members = (*members, newcomer.member)
         joins = "joins" if len(names) == 1 else "join"
         why = f"{', '.join(names)} {joins}: {count_ranks(len(members), 'goes on', 'go on')}"
         return self._publish(roster, members, why)
@@ -94,7 +96,8 @@ class Generations:
 
     def drop(self, lost: Collection[int], why: str) -> Generation:
         """The next generation, without these processes."""
-        self._repeats, self._wrong, self._done = 0, None, -1  # they may go back to a checkpoint
+        self._repeats, self._done = 0, -1  # they may go back to a checkpoint
+        self._wrong = None
         self.joining -= {*lost}
         numbers = self.numbers
         ranks = [rank for rank, number in enumerate(numbers) if number in lost]

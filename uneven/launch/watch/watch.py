@@ -134,7 +134,8 @@ class Watch:
     def _let_in(self, now_s: float) -> None:
         """Processes that want to join: those that are ready are in the next generation."""
         # Read here: one of them may have been started again in this very look.
-        codes, lost, waiting = self._processes.exit_codes(), self._processes.lost(), self._generations.waiting
+        codes, lost = self._processes.exit_codes(), self._processes.lost()
+        waiting = self._generations.waiting
         errors = read_errors(self._folder, list(waiting))
         ended = {number: lost[number] for number in waiting if number in lost}
         for number in waiting:
