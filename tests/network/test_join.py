@@ -50,8 +50,8 @@ def test_three_machines_train_as_one(tmp_path: Path) -> None:
         results.mkdir()
         processes = [
             lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3", cwd=tmp_path, is_forked=True),
-            join(second, first, "--devices", "cpu,cpu@0.5", cwd=tmp_path, is_forked=True),
-            join(third, first, "--devices", "cpu", cwd=tmp_path, is_forked=True),
+            join(second, first, SCRIPT, "--devices", "cpu,cpu@0.5", cwd=tmp_path, is_forked=True),
+            join(third, first, SCRIPT, "--devices", "cpu", cwd=tmp_path, is_forked=True),
         ]
         while any(process.poll() is None for process in processes):
             seen.update(address for machine in machines for address in listeners(machine))

@@ -41,7 +41,7 @@ def train(
     first, second = machines
     options = ("--devices", "cpu", "--on-fault", on_fault)
     leader = lead(first, *options, SCRIPT, str(tmp_path), FOR_EVER, cwd=tmp_path)
-    node = join(second, first, "--devices", "cpu", cwd=tmp_path)
+    node = join(second, first, SCRIPT, "--devices", "cpu", cwd=tmp_path)
     read_until(leader, "epoch 2/")
     return leader, node
 
@@ -137,8 +137,8 @@ def test_a_firewall_between_two_others_is_found_before_the_start(tmp_path: Path)
         second.drop_from(third)
         processes = [
             lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), nodes="3", cwd=tmp_path),
-            join(second, first, "--devices", "cpu", cwd=tmp_path),
-            join(third, first, "--devices", "cpu", cwd=tmp_path),
+            join(second, first, SCRIPT, "--devices", "cpu", cwd=tmp_path),
+            join(third, first, SCRIPT, "--devices", "cpu", cwd=tmp_path),
         ]
         for code, output in [end(process, 60.0) for process in processes]:
             assert code == 1
@@ -152,7 +152,7 @@ def test_a_way_between_two_others_that_carries_nothing_more_ends_the_run(tmp_pat
     with network(tmp_path, 3) as machines:
         first, second, third = machines
         leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER, nodes="3", cwd=tmp_path)
-        nodes = [join(one, first, "--devices", "cpu", cwd=tmp_path) for one in (second, third)]
+        nodes = [join(one, first, SCRIPT, "--devices", "cpu", cwd=tmp_path) for one in (second, third)]
         read_until(leader, "epoch 2/")
         second.drop_from(third)
         for code, output in [end(process, 240.0) for process in (leader, *nodes)]:
@@ -169,7 +169,7 @@ def test_a_machine_with_the_second_family_alone_trains_with_one_that_has_both(tm
         ip("-n", second.namespace, "addr", "del", f"{second.address}/24", "dev", second.interface)
         leader = lead(first, "--bind", first.address6, "--devices", "cpu", SCRIPT, str(tmp_path), cwd=tmp_path)
         first.address = ""
-        node = join(second, first, "--devices", "cpu", cwd=tmp_path)
+        node = join(second, first, SCRIPT, "--devices", "cpu", cwd=tmp_path)
         (code, output), (node_code, node_output) = end(leader, 90.0), end(node)
         assert (code, node_code) == (0, 0), (output, node_output)
 
@@ -179,7 +179,7 @@ def test_ports_stay_in_their_range(tmp_path: Path) -> None:
     with network(tmp_path, 2) as machines:
         first, second = machines
         leader = lead(first, "--ports", "29401-29410", "--devices", "cpu", SCRIPT, str(tmp_path), cwd=tmp_path)
-        node = join(second, first, "--devices", "cpu", cwd=tmp_path)
+        node = join(second, first, SCRIPT, "--devices", "cpu", cwd=tmp_path)
         seen: set[int] = set()
         read_until(leader, "2 machines with 2 ranks")
         seen = {int(address.rpartition(":")[2]) for machine in machines for address in listeners(machine)}
