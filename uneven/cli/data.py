@@ -1,6 +1,6 @@
 """`uneven data`: list the data sets and download them.
 
-Results go to stdout, progress to stderr: a bar on a terminal, plain lines elsewhere, nothing with --json.
+Results go to stdout, progress to stderr: messages, a bar on a terminal, nothing with --json.
 """
 
 import sys
@@ -119,52 +119,30 @@ def get_set(
 
 @contextmanager
 def _progress_display(is_quiet: bool) -> Iterator["Progress | None"]:
-    """The callback for download progress: a bar on a terminal, lines elsewhere, None if quiet."""
+    """The callback for download progress, None if quiet: messages on stderr, and on a terminal a bar below them."""
     if is_quiet:
         yield None
-    elif sys.stderr.isatty():
-        with _progress_bar() as progress:
-            yield progress
-    else:
-        yield _ProgressLines()
-
-
-class _ProgressLines:
-    """Progress as plain lines: every message, and bytes at most every five seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, event: "Event") -> None:
-        if event.done is None:
-            print(event.text, file=sys.stderr, flush=True)
-        elif time.monotonic() - self._last >= 5:
-            self._last = time.monotonic()
-            total = f" of {event.total / 1e6:.1f}" if event.total else ""
-            print(f"{event.text}: {event.done / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _progress_bar() -> Iterator["Progress"]:
-    """A rich progress bar on stderr; a message prints above it and removes the bars of finished downloads."""
+        return
     from rich import progress as bars
     from rich.console import Console
 
-    columns = (
+    with bars.Progress(
         bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.DownloadColumn(),
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
         tasks: dict[str, bars.TaskID] = {}
 
         def show(event: "Event") -> None:
             if event.done is None:
-                progress.console.print(event.text, markup=False, highlight=False)
+                progress.console.print(event.text, markup=False, highlight=False, soft_wrap=True)
                 for task in tasks.values():
-                    progress.remove_task(task)
+                    progress.remove_task(task)  # of a download that is finished
                 tasks.clear()
                 return
             if event.text not in tasks:

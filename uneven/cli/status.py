@@ -1,9 +1,8 @@
 """`uneven status`: the runs of this user on this machine, live and ended: where each is, and what each rank does."""
 
-import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,37 +79,22 @@ def status(
 
 
 def _watch(read: Any, *, ends: bool) -> None:
-    """Until Ctrl-C; where one run is meant, until it has ended."""
+    """Until Ctrl-C; where one run is meant, until it has ended. A pipe gets one picture below the other."""
     from rich.live import Live
 
     console = new_console(WIDTH)
-    if not sys.stdout.isatty():  # there Live would show the last picture alone, at the end
-        _show_each(read, lambda picture: _write(console, picture), console, ends=ends)
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        _show_each(read, lambda picture: live.update(picture, refresh=True), console, ends=ends)
-
-
-def _show_each(read: Any, show: Any, console: Any, *, ends: bool) -> None:
-    while True:
-        runs = read()
-        show(_picture(runs, any(not run.is_live for run in runs), console.width))
-        if ends and not any(run.is_live for run in runs):
-            return
-        time.sleep(EVERY_S)
-
-
-def _write(console: Any, picture: "Renderables") -> None:
-    """One picture below the other, at once. Ends the command without a word where nobody reads on, as in `| head`."""
-    with console.capture() as drawn:
-        console.print(picture)
-    try:
-        sys.stdout.write(drawn.get())
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with suppress(OSError, ValueError):  # what is left unwritten must not be an error at the end of Python
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+    is_terminal = sys.stdout.isatty()  # elsewhere Live would show the last picture alone, at the end
+    with Live(console=console, auto_refresh=False) if is_terminal else nullcontext() as live:
+        while True:
+            runs = read()
+            picture = _picture(runs, any(not run.is_live for run in runs), console.width)
+            if live is None:
+                console.print(picture)
+            else:
+                live.update(picture, refresh=True)
+            if ends and not any(run.is_live for run in runs):
+                return
+            time.sleep(EVERY_S)
 
 
 def _picture(runs: "list[KnownRun]", has_ended: bool, width: int) -> "Renderables":
