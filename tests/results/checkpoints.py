@@ -1,5 +1,6 @@
 """Small checkpoints for tests: every kind of tensor, and the entries of a record that all of them have."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def make_whole(slot: int = 4, best: bool = False, **changes: Any) -> Whole:
         "layer.bias": torch.ones(2),
         "norm.mean": torch.zeros(2),
     }
-    return Whole(tensors, {**RECORD, "slot": slot, **changes}, {"layer.weight": torch.ones(2, 3)} if best else None)
+    return Whole(
+        tensors, {**deepcopy(RECORD), "slot": slot, **changes}, {"layer.weight": torch.ones(2, 3)} if best else None
+    )
 
 
 def make_part(rank: int) -> RankPart:
