@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y
 from uneven import InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory

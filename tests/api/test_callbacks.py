@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
-from tests.train.test_steps import EVALUATION, Plain, eval_step
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss
+from tests.train.step_runs import EVALUATION, Plain, eval_step
 from uneven import Callback, CallbackInfo, Ddp, EarlyStopping, InputError, KeepBest, RankError, TrainedState, fit
 from uneven.data.tensors import TensorData
 from uneven.launch.find_script import Script

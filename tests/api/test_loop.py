@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.api.loops import DATA, SETTINGS, assert_equal, make_loop, on_ranks_catching, run_epochs
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss, train
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.errors import RankError

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.api.loops import RunOnThreads
 from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, LossyGroup, fill, flat, on_lossy_threads
-from tests.train.elastic.test_settle import ways
-from tests.train.elastic.test_settle_local import SAMPLES, Count, count_step, level
-from tests.train.elastic.test_settle_local import check as check_count
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
+from tests.train.elastic.lossy_local_runs import SAMPLES, Count, count_step, level
+from tests.train.elastic.lossy_local_runs import check as check_count
+from tests.train.elastic.lossy_runs import ways
+from tests.train.exact_runs import OPTIMIZERS, X, Y
 from uneven import TrainedState
 from uneven.api.loop import Loop
 from uneven.api.loop_inputs import optimizer_factory

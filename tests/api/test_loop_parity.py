@@ -27,7 +27,7 @@ from tests.api.loops import (
     step_each,
 )
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, train
+from tests.train.exact_runs import OPTIMIZERS, Net, X, train
 from uneven import InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.data.sample_order import permutation

@@ -22,8 +22,8 @@ from tests.api.loops import (
     step_each,
 )
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
-from tests.train.test_streams import SizedPlain
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y
+from tests.train.stream_runs import SizedPlain
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.api.loop_progress import EpochLog

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 from tests.api.loops import GAN_DATA, Pair, d_losses, g_loss, make_loop
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
-from tests.train.test_gradient_sync import Net as PlainNet
-from tests.train.test_resume import ASYNC, SAME, assert_same, metrics
-from tests.train.test_resume import train as train_by_fit
+from tests.train.exact_runs import OPTIMIZERS, X, Y
+from tests.train.exact_runs import Net as PlainNet
+from tests.train.resumed_runs import ASYNC, SAME, assert_same, metrics
+from tests.train.resumed_runs import train as train_by_fit
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
 

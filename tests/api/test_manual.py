@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y
 from uneven import Ddp, InputError
 from uneven.api.manual import Wrapped
 from uneven.comm.group import Group, SoloGroup

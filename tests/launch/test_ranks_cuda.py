@@ -15,8 +15,8 @@ from torch import nn
 
 from tests.faults import Launcher, killed, nothing_left, raising, saved_state, stopped
 from tests.faults import start as start
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss
-from tests.train.test_local_sgd import SEED, dense, half_every_four
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss
+from tests.train.local_runs import SEED, dense, half_every_four
 from uneven import TensorData, TrainedState, fit
 from uneven.errors import MachineError
 

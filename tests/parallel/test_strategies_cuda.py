@@ -11,7 +11,7 @@ from tests.parallel.parity import Case, Outcome, assert_same_state, train_dense,
 from tests.parallel.test_strategies import WRAPS
 from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, loss_and_count
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, loss_and_count
 from uneven import TensorData, fit
 from uneven.comm.group import Group
 from uneven.config import STRATEGIES

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.ranks import Silent
 from tests.step.captures import CPU, CUDA, Pair, UpdateOnCpu
 from tests.step.captures import captures as captures
-from tests.train.test_gradient_sync import Net, assert_exact, loss_and_count, mean_loss, train
+from tests.train.exact_runs import Net, assert_exact, loss_and_count, mean_loss, train
 from uneven import InputError, TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve

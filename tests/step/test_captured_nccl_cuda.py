@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import Silent, on_processes
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss, train
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss, train
 from uneven import TensorData
 from uneven.comm.group import Group
 from uneven.config import Task, resolve

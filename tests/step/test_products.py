@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.train.test_gradient_sync import Net, X, Y, mean_loss
+from tests.train.exact_runs import Net, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import MachineError

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import Net, train
+from tests.train.exact_runs import Net, train
 from uneven import InputError
 from uneven.api.loop import Loop
 from uneven.errors import LeftLoopError

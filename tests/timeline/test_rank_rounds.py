@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.train.test_local_sgd import train
+from tests.train.local_runs import train
 from uneven.timeline.record import Event
 from uneven.timeline.timeline import Timeline, rank_rounds
 

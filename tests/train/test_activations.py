@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss, params, train
+from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss, params, train
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import Net
+from tests.train.exact_runs import Net
 from uneven.errors import InputError, LeftLoopError
 from uneven.train.agreement import check_replicas
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.api.test_loop import train_loop
 from tests.ranks import on_threads
-from tests.train.test_gradient_sync import (
+from tests.train.exact_runs import (
     OPTIMIZERS,
     Net,
     X,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.step.nets import CPU
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, train
+from tests.train.exact_runs import OPTIMIZERS, Net, train
 from uneven.average.buffers import BufferAverage, HeldBuffers
 from uneven.config import Task, resolve
 from uneven.errors import InputError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_steps import EVALUATION, LOCAL, Plain, train
+from tests.train.step_runs import EVALUATION, LOCAL, Plain, train
 from uneven import Callback, CallbackInfo, EarlyStopping, InputError, KeepBest, RankError
 from uneven.config import HOOKS, Evaluation, check_list
 from uneven.config.task import check_callbacks

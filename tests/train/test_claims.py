@@ -14,12 +14,12 @@ import torch
 
 from tests.api.loops import make_loop, run_epochs
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, mean_loss
-from tests.train.test_resume import DATA
-from tests.train.test_resume import train as train_on
-from tests.train.test_steps import EVALUATION
-from tests.train.test_streams import Plain, Shards
-from tests.train.test_streams import train as train_stream
+from tests.train.exact_runs import OPTIMIZERS, Net, mean_loss
+from tests.train.resumed_runs import DATA
+from tests.train.resumed_runs import train as train_on
+from tests.train.step_runs import EVALUATION
+from tests.train.stream_runs import Plain, Shards
+from tests.train.stream_runs import train as train_stream
 from uneven.config import Evaluation, Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.launch.requests import Requests

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven import TensorData
 from uneven.comm.store import open_store, reach_store
 from uneven.config import Task, resolve

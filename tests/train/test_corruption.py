@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.train.clusters import Leader, Loss
-from tests.train.elastic.test_settle_local import check, equal_speeds, train, undisturbed
+from tests.train.elastic.conftest import equal_speeds
+from tests.train.elastic.lossy_local_runs import check, train, undisturbed
 from uneven.average.background import BackgroundAverage
 from uneven.errors import RankError
 from uneven.train.elastic import settle_local

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, Silent, X, Y, mean_loss, params
-from tests.train.test_gradient_sync import train as train_exactly
+from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss, params
+from tests.train.exact_runs import train as train_exactly
 from uneven import TensorData, fit
 from uneven.config import Task, resolve
 from uneven.errors import InputError

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.comm.machine_ranks import on_machines
 from tests.ranks import Silent
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, mean_loss, params
-from tests.train.test_gradient_sync import train as train_on_threads
-from tests.train.test_local_sgd import assert_replicas_equal
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, assert_exact, mean_loss, params
+from tests.train.exact_runs import train as train_on_threads
+from tests.train.local_runs import assert_replicas_equal
 from uneven.comm.hierarchy import HierarchicalGroup
 from uneven.comm.work import Work
 from uneven.config import Task, resolve

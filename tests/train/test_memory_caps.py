@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.api.loops import make_loop, run_epochs
 from tests.ranks import on_threads
-from tests.train.test_gradient_sync import X, Y, assert_exact, loss_and_count, mean_loss, train
+from tests.train.exact_runs import X, Y, assert_exact, loss_and_count, mean_loss, train
 from uneven import InputError
 from uneven.cli.run import run
 from uneven.config import Task, resolve

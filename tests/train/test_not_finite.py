@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train import test_gradient_sync as exact
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, Y, loss_and_count, mean_loss
+from tests.train import exact_runs as exact
+from tests.train.exact_runs import OPTIMIZERS, Net, Y, loss_and_count, mean_loss
 from uneven import TrainedState
 from uneven.config import Task, resolve
 from uneven.data.sample_order import permutation

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from tests.api.loops import make_loop
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, Y, mean_loss
-from tests.train.test_local_sgd import SEED, dense, train
+from tests.train.exact_runs import OPTIMIZERS, Net, Y, mean_loss
+from tests.train.local_runs import SEED, dense, train
 from tests.train.test_not_finite import BAD, DATA, GLOBAL, NAN, X, assert_same_params, bad_slots, plain, spoiling
 from uneven import TensorData, TrainedState, fit
 from uneven.config import Task, resolve

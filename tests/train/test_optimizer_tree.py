@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from tests.launch.checks.test_resume import make, step
-from tests.train.test_resume import assert_same
+from tests.train.resumed_runs import assert_same
 from uneven import InputError, TensorData, TrainedState, fit
 from uneven.files import write_atomically
 from uneven.results.record import RECORD, encode

@@ -8,7 +8,7 @@ import torch
 
 from tests import ranks
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven import TensorData
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices

@@ -5,119 +5,31 @@ Workers on threads: what a run had in memory is gone, and a new one has only the
 
 import json
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
-from tests.train.test_gradient_sync import Net as PlainNet
-from tests.train.test_steps import EVALUATION
+from tests.train.exact_runs import OPTIMIZERS, X, Y
+from tests.train.exact_runs import Net as PlainNet
+from tests.train.resumed_runs import ASYNC, CADENCE, EXACT, SAME, StopAt, assert_same, metrics, one_cycle, train
+from tests.train.step_runs import EVALUATION
 from uneven.api.callbacks import EarlyStopping, KeepBest
-from uneven.config import Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
-from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
-from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.timeline.timeline import RunFacts
 from uneven.train.callbacks import Callback, CallbackInfo
-from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
-EXACT = {"batch_size": 8, "global_batch_size": 24}  # 3 slots an epoch
-CADENCE = {"batch_size": 8, "policy": "cadence", "anchor": 2}  # 9 slots an epoch
-ASYNC = {"batch_size": 8, "policy": "async", "anchor": 2}
-DATA = TensorData(X.double(), Y)
 POLICIES = {"sync": {**EXACT, "policy": "sync"}, "balanced": EXACT, "cadence": CADENCE, "async": ASYNC}
-
-
-class Net(PlainNet):
-    """With buffers that training changes."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float64)
-        self.norm = nn.BatchNorm1d(9).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x))))
-
-
-def one_cycle(optimizer: Any, steps: int) -> LRScheduler:
-    return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
 
 
 def halving(optimizer: Any) -> LRScheduler:
     return StepLR(optimizer, step_size=4, gamma=0.5)
-
-
-class StopAt(Callback):
-    """Asks for a stop as Ctrl-C does, after this step of the first rank that gets there."""
-
-    def __init__(self, step: int, stop: threading.Event) -> None:
-        self._step, self._stop = step, stop
-
-    def on_step(self, info: CallbackInfo) -> None:
-        if info.step >= self._step:
-            self._stop.set()
-
-
-def train(
-    size: int,
-    *,
-    make_model: Callable[[], nn.Module] = Net,
-    data: Any = DATA,
-    optimizer: str = "sgd",
-    scheduler: Any = None,
-    evaluation: Evaluation | None = None,
-    callbacks: Any = lambda stop: (),
-    watch: Callable[[Worker], object] | None = None,
-    **changes: Any,
-) -> TrainedState:
-    """The state of a whole run, checked to be exactly once; `callbacks(stop)` makes each rank's own."""
-    config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, "lr_scale": 1.0, **changes})
-    devices, requests = parse_devices(["cpu"] * size), Requests()
-
-    def rank(group: ThreadGroup) -> TrainedState:
-        own = tuple(callbacks(requests.stop))
-        task = Task(
-            make_model,
-            OPTIMIZERS[optimizer],
-            mean_loss,
-            data,
-            scheduler,
-            evaluation,
-            callbacks=own,
-        )
-        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, requests, Silent())
-        if watch is not None:
-            watch(worker)
-        return collect(group, worker.train(), worker.axis)
-
-    return on_threads(size, rank)[0]
-
-
-def assert_same(found: TrainedState, wanted: TrainedState, tolerance: float = 0.0) -> None:
-    assert found.slot == wanted.slot
-    assert found.finished
-    for name, value in {**wanted.params, **wanted.buffers}.items():
-        other = {**found.params, **found.buffers}[name]
-        if tolerance:
-            assert torch.allclose(other, value, rtol=0, atol=tolerance), name
-        else:
-            assert torch.equal(other, value), name
-
-
-def metrics(state: TrainedState) -> list[dict[str, Any]]:
-    times = ("train_seconds", "samples_per_s")
-    return [{name: value for name, value in entry.items() if name not in times} for entry in state.history]
 
 
 def assert_counts_from(slot: int, again: TrainedState, whole: TrainedState) -> None:
@@ -129,13 +41,6 @@ def assert_counts_from(slot: int, again: TrainedState, whole: TrainedState) -> N
     assert (facts.resumed_at, trained) == (slot, whole.samples - facts.samples_before)
     assert trained == again.samples_since_start
     assert again.timeline.samples_per_s == (trained / again.timeline.training_s if trained else 0.0)
-
-
-SAME = {
-    "sync": {**EXACT, "policy": "sync"},
-    "balanced": {**EXACT, "shares": (5, 2)},
-    "cadence": {**CADENCE, "shares": (3, 1)},
-}
 
 
 @pytest.mark.parametrize(("policy", "optimizer"), [("sync", "adam"), ("balanced", "sgd"), ("cadence", "adam")])

@@ -19,10 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.train.test_gradient_sync import Net as PlainNet
-from tests.train.test_gradient_sync import X, Y
-from tests.train.test_resume import CADENCE, EXACT, assert_same
-from tests.train.test_resume import train as train_on_threads
+from tests.train.exact_runs import Net as PlainNet
+from tests.train.exact_runs import X, Y
+from tests.train.resumed_runs import CADENCE, EXACT, assert_same
+from tests.train.resumed_runs import train as train_on_threads
 from uneven import InputError, TrainedState, fit
 from uneven.data.reader import Extent, Reader
 

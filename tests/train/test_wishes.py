@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.clusters import Loss
-from tests.train.elastic.test_settle import train
+from tests.train.elastic.lossy_runs import train
 from uneven.config import read_every
 from uneven.hardware.device import parse_devices
 from uneven.launch.requests import Requests

@@ -14,8 +14,8 @@ import torch
 
 from tests.machines.plain_door import PlainDoor, plain_door
 from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, mean_loss
-from tests.train.test_resume import CADENCE, DATA, EXACT, Net, StopAt, assert_same, one_cycle
+from tests.train.exact_runs import OPTIMIZERS, mean_loss
+from tests.train.resumed_runs import CADENCE, DATA, EXACT, Net, StopAt, assert_same, one_cycle
 from uneven.comm.store import open_store
 from uneven.config import Task, resolve
 from uneven.errors import InputError

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.train.clusters import Join, Loss, MemoryStore
-from tests.train.elastic import test_settle as exact
-from tests.train.elastic import test_settle_local as local
-from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, a fixture
+from tests.train.elastic import lossy_local_runs as local
+from tests.train.elastic import lossy_runs as exact
 from uneven.timeline.clock import Machine
 from uneven.timeline.record import Recorder, account_of
 from uneven.timeline.timeline import LEFT, LOST, Lane, Timeline

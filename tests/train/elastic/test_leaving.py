@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from tests.train.clusters import Join, Loss, flat
-from tests.train.elastic import test_settle as exact
-from tests.train.elastic import test_settle_local as local
-from tests.train.elastic.test_settle import alone  # noqa: F401, a fixture
-from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, likewise
+from tests.train.elastic import lossy_local_runs as local
+from tests.train.elastic import lossy_runs as exact
 from uneven.results.state import TrainedState
 
 
@@ -59,14 +57,14 @@ def test_one_leaves_and_one_is_lost(policy: str) -> None:
         assert "m0" in found
 
 
-def test_one_leaves_and_another_joins_the_one_that_stayed(alone: TrainedState) -> None:  # noqa: F811
+def test_one_leaves_and_another_joins_the_one_that_stayed(alone: TrainedState) -> None:
     found, leader = exact.train(2, [], leaves={"m1": 2}, joins=[Join("new", 4, 1)])
     exact.check(found, alone)
     assert ({*found}, {*leader.left}) == ({"m0", "new"}, {"m1"})
 
 
 @pytest.mark.parametrize("leaver", ["m0", pytest.param("m2", marks=pytest.mark.soak)])
-def test_a_rank_leaves_between_two_steps(leaver: str, alone: TrainedState) -> None:  # noqa: F811
+def test_a_rank_leaves_between_two_steps(leaver: str, alone: TrainedState) -> None:
     """Also with the step before an evaluation, and with the last one."""
     for step in (0, 2, 5):
         found, leader = exact.train(3, [], shares=exact.SHARES[:3], leaves={leaver: step})
@@ -75,7 +73,7 @@ def test_a_rank_leaves_between_two_steps(leaver: str, alone: TrainedState) -> No
         assert {*leader.left} == {leaver}
 
 
-def test_steps_are_done_once_where_a_rank_leaves(alone: TrainedState) -> None:  # noqa: F811
+def test_steps_are_done_once_where_a_rank_leaves(alone: TrainedState) -> None:
     """Nobody is in the middle of a sum: no step is begun twice."""
     found, leader = exact.train(3, [], policy="sync", leaves={"m1": 0})
     exact.check(found, alone)
@@ -89,7 +87,7 @@ def test_steps_are_done_once_where_a_rank_leaves(alone: TrainedState) -> None:  
     assert len({flat(state.params).sum().item() for state, _ in found.values()}) == 1
 
 
-def test_all_who_are_asked_leave_with_the_same_step(alone: TrainedState) -> None:  # noqa: F811
+def test_all_who_are_asked_leave_with_the_same_step(alone: TrainedState) -> None:
     found, leader = exact.train(4, [], shares=exact.SHARES, leaves={"m1": 3, "m3": 3})
     exact.check(found, alone)
     assert [generation.members for generation in leader.generations] == [("m0", "m1", "m2", "m3"), ("m0", "m2")]

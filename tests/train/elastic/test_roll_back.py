@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.train.clusters import Begun, DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
-from tests.train.elastic.test_settle import ways
+from tests.train.elastic.lossy_runs import ways
 from tests.train.elastic.test_settle_shards import Blocks, check
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
+from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from tests.train.clusters import DiedError, Join, Loss, flat
-from tests.train.elastic import test_settle_local as local
-from tests.train.elastic.test_settle import accuracy, alone, check, train  # noqa: F401, a fixture
-from tests.train.elastic.test_settle_local import equal_speeds  # noqa: F401, likewise
-from tests.train.test_gradient_sync import X
+from tests.train.elastic import lossy_local_runs as local
+from tests.train.elastic.lossy_runs import accuracy, check, train
+from tests.train.exact_runs import X
 from uneven import Callback, CallbackInfo, EarlyStopping, KeepBest
 from uneven.results.state import TrainedState
 from uneven.train.callbacks import Agreed, CallbackRunner
@@ -88,7 +87,7 @@ def run(losses: list[Loss], size: int = 3, **options: Any) -> dict[str, Any]:
 def test_an_evaluation_that_is_done_again_counts_once(
     callbacks: Any,
     agreements: list[int],
-    alone: TrainedState,  # noqa: F811
+    alone: TrainedState,
 ) -> None:
     """Lost where the ranks agree after an evaluation: nobody has agreed, some have, or all have."""
     check_callbacks(run([], callbacks=callbacks), 2 * STEPS, 1)
@@ -112,7 +111,7 @@ def test_what_a_rank_asked_for_that_did_not_hear_the_answer_is_not_asked_again(
 
 def test_an_evaluation_that_is_done_again_with_a_newcomer_is_in_the_history_once(
     agreements: list[int],
-    alone: TrainedState,  # noqa: F811
+    alone: TrainedState,
 ) -> None:
     check_callbacks(run([], size=2), 2 * STEPS, 1)
     for place in agreements[:2]:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.train.clusters import Loss
-from tests.train.elastic.test_settle import train as train_exact
-from tests.train.elastic.test_settle_local import equal_speeds, train  # noqa: F401, a fixture
+from tests.train.elastic.lossy_local_runs import train
+from tests.train.elastic.lossy_runs import train as train_exact
 
 SETTINGS: dict[str, Any] = {"save_every": "1 epoch", "keep_last": 1}
 

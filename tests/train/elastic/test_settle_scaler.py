@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.clusters import Join, Loss
-from tests.train.elastic.test_settle import SHARES, alone, check, train  # noqa: F401, a fixture
+from tests.train.elastic.lossy_runs import SHARES, check, train
 from uneven.results.state import TrainedState
 from uneven.step.precision import Precision
 
@@ -32,19 +32,19 @@ def scaled(size: int, losses: list[Loss], **options: Any) -> tuple[dict[str, Any
     return train(size, losses, **{"precision": "fp16", "policy": "balanced", "shares": SHARES[:size]} | options)
 
 
-def check_scales(found: dict[str, Any], alone: TrainedState) -> None:  # noqa: F811
+def check_scales(found: dict[str, Any], alone: TrainedState) -> None:
     check(found, alone)
     for _, worker in found.values():
         state = worker.engine.eager.precision.scaler.state_dict()
         assert (state["scale"], state["_growth_tracker"]) == (2.0 ** (16 + STEPS // 2), 0)
 
 
-def test_undisturbed_every_step_counts(alone: TrainedState) -> None:  # noqa: F811
+def test_undisturbed_every_step_counts(alone: TrainedState) -> None:
     check_scales(scaled(3, [])[0], alone)
 
 
 @pytest.mark.parametrize("blind", ["m0", "m2"])
-def test_a_rank_that_takes_a_step_over_takes_the_scale_over(blind: str, alone: TrainedState) -> None:  # noqa: F811
+def test_a_rank_that_takes_a_step_over_takes_the_scale_over(blind: str, alone: TrainedState) -> None:
     _, leader = scaled(3, [])
     for place in range(leader.begun, leader.begun + 12):
         found, _ = scaled(3, [Loss("m1", place, after=True, blind=frozenset({blind}))])
@@ -52,7 +52,7 @@ def test_a_rank_that_takes_a_step_over_takes_the_scale_over(blind: str, alone: T
         check_scales(found, alone)
 
 
-def test_a_newcomer_begins_with_the_scale_of_the_others(alone: TrainedState) -> None:  # noqa: F811
+def test_a_newcomer_begins_with_the_scale_of_the_others(alone: TrainedState) -> None:
     options: dict[str, Any] = {"policy": "sync", "shares": None}
     _, leader = scaled(2, [], **options)
     for place in range(leader.begun, leader.collectives[0] - 6, 5):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.train.clusters import Begun, FakeMembership, Loss, LossyGroup, fill, flat, on_lossy_threads
-from tests.train.elastic.test_settle import ways
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
+from tests.train.elastic.lossy_runs import ways
+from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.launch.requests import Requests

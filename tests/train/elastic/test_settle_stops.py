@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from tests.train.clusters import DiedError
-from tests.train.elastic import test_settle
-from tests.train.elastic.test_settle_local import equal_speeds, train
+from tests.train.elastic import lossy_runs as test_settle
+from tests.train.elastic.lossy_local_runs import train
 from uneven.errors import GroupLostError
 from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker
-
-_ = equal_speeds  # a fixture for all tests of this file, too
 
 
 def lose_in(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, info_of: Callable[[Any], Any]) -> None:
