@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.train.optimizer_states import X, train_saving
 from tests.train.resumed_runs import assert_same
-from tests.train.test_optimizer_tree import X, train_saving
 from uneven import InputError, KeepBest, TensorData, TrainedState
 from uneven.results.record import RECORD, encode, read_record
 from uneven.results.saved_state import export_model, newest_state, open_state

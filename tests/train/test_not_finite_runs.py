@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from tests.api.loops import make_loop
 from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.train.bad_steps import BAD, DATA, GLOBAL, NAN, X, assert_same_params, bad_slots, plain, spoiling
 from tests.train.exact_runs import OPTIMIZERS, Net, Y, mean_loss
 from tests.train.local_runs import SEED, dense, train
-from tests.train.test_not_finite import BAD, DATA, GLOBAL, NAN, X, assert_same_params, bad_slots, plain, spoiling
 from uneven import TensorData, TrainedState, fit
 from uneven.config import Task, resolve
 from uneven.data.sample_order import check_dropped

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from tests.launch.checks.test_resume import make, step
+from tests.launch.checks.test_resume import make
+from tests.train.optimizer_states import train_saving
 from tests.train.resumed_runs import assert_same
-from uneven import InputError, TensorData, TrainedState, fit
+from uneven import InputError, TrainedState
 from uneven.files import write_atomically
 from uneven.results.record import RECORD, encode
 from uneven.results.tensor_file import FileSum
-
-X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-DATA = TensorData(X, X.sum(1, keepdim=True))  # 5 slots an epoch
 
 
 class Counting(SGD):
@@ -67,11 +65,6 @@ class Grouped(SGD):
             group["info"]["steps"] += 1
             group["lr"] = group["rate"](group["info"]["steps"])
         return super().step(closure)
-
-
-def train_saving(model: Any, optimizer: Any, **options: Any) -> TrainedState:
-    given = {"batch_size": 8, "epochs": 2, "devices": "cpu", "progress": "off", "save_every": "3 steps", **options}
-    return fit(model=model, optimizer=optimizer, step=step, dataset=DATA, **given)
 
 
 def train(optimizer: Any, **options: Any) -> TrainedState:

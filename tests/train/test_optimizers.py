@@ -13,7 +13,7 @@ from tests.api.test_loop import train_loop
 from tests.parallel.test_group_settings import Counting
 from tests.ranks import Silent
 from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, mean_loss, train
-from tests.train.test_apply_strategy import assert_same_optimizer
+from tests.train.strategy_tasks import assert_same_optimizer
 from uneven import MuonAdamW, fit
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from tests.train.exact_runs import Net as PlainNet
 from tests.train.exact_runs import X, Y
+from tests.train.resumed_data import make_model
 from tests.train.resumed_runs import CADENCE, EXACT, assert_same
 from tests.train.resumed_runs import train as train_on_threads
 from uneven import InputError, TrainedState, fit
@@ -76,11 +77,6 @@ SOURCES: dict[str, Callable[[], dict[str, Any]]] = {
     "shards": lambda: {"dataset": Shards()},
     "stream": lambda: {"dataset": Stream()},
 }
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Linear(9, 3)).double()
 
 
 def train(**options: Any) -> TrainedState:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.resumed_data import make_model
 from tests.train.resumed_runs import assert_same
-from tests.train.test_resume_data import make_model
 from uneven import TrainedState, fit
 from uneven.results.checkpoint import read_checkpoint
 

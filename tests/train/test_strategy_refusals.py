@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.train.exact_runs import OPTIMIZERS, Net, assert_exact, mean_loss, params, train
-from tests.train.test_apply_strategy import WORDS, Reader, next_token
+from tests.train.strategy_tasks import WORDS, Reader, next_token
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.train.clusters import Begun, DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
 from tests.train.elastic.lossy_runs import ways
-from tests.train.elastic.test_settle_shards import Blocks, check
+from tests.train.elastic.lossy_sharded_runs import Blocks, check
 from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
