@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.test_gradient_sync import Net
+from tests.train.exact_runs import Net
 from uneven.comm.group import SoloGroup
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.step.captures import CPU, Pair
 from tests.step.captures import captures as captures
 from tests.step.graph_runs import train as train_on_cuda
-from tests.train.test_gradient_sync import mean_loss
+from tests.train.exact_runs import mean_loss
 from uneven import InputError
 from uneven.step.capture import CapturedModel
 
