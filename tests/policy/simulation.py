@@ -155,7 +155,7 @@ class _Rank:
 
     @property
     def is_over(self) -> bool:
-        return self.slot_schedule.is_over or self.windows.passed >= self.simulation.outcome.stop
+        return self.slot_schedule.is_over or self.windows.last_event >= self.simulation.outcome.stop
 
     def life(self) -> Life:
         yield from self._boundary()
@@ -217,7 +217,7 @@ class _Rank:
 
     def _enter(self) -> Life:
         if self.windows.is_blocking:
-            self.slot_schedule.settle()
+            self.slot_schedule.await_claim()
         row = self._costs._replace(
             **self.slot_schedule.hand_back(),
             next_slot=float(self.slot_schedule.next_slot),
@@ -227,7 +227,7 @@ class _Rank:
             end_samples=float(self.stream_end.samples),
             limit=float(self.slot_schedule.set_limit()),
         )
-        assert not (self.windows.is_blocking and self.slot_schedule._asked), "a claim on its way at an event"
+        assert not (self.windows.is_blocking and self.slot_schedule._on_its_way), "a claim on its way at an event"
         self._busy_ms = self._samples = 0.0
         self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
         self.slot_schedule.enter()
@@ -245,7 +245,7 @@ class _Rank:
         one.merged_ms[self.rank] = self.simulation.now_ms
         rows = [one.rows[rank] for rank in range(self.cluster.ranks)]
         self.stream_end.learn(rows, self.epoch)
-        passed = self.windows.passed
+        passed = self.windows.last_event
         one.handed[self.rank] = self._handed_stop
         one.free = first_free_slot(rows, self.windows.event)
         if self.windows.rounds in self.simulation.wishes:
@@ -254,7 +254,7 @@ class _Rank:
             self.simulation.outcome.requested.add(one.free)
         self.simulation.note(one, self.windows)
         self.slot_schedule.merged()
-        if self.windows.passed != passed:
+        if self.windows.last_event != passed:
             self.stream_end.passed()
             self.epoch += 1
         yield touch_ms

@@ -241,7 +241,7 @@ def test_a_reply_that_comes_late_is_awaited_before_the_round_at_an_event() -> No
         assert slot is not None
         trained.append(slot)
         schedule.trained()
-    schedule.settle()
+    schedule.await_claim()
     assert not replies.asked
     assert trained == sorted(trained)
     assert schedule.next_slot >= 20
@@ -249,7 +249,7 @@ def test_a_reply_that_comes_late_is_awaited_before_the_round_at_an_event() -> No
     schedule.enter()
     windows.note([report, RoundReport(next_slot=20)])
     schedule.merged()
-    assert windows.passed == 20
+    assert windows.last_event == 20
     assert schedule.hand() == report.next_slot, "a claim past the event is kept"
 
 

@@ -269,7 +269,7 @@ def test_shares_stay_in_reach_until_they_may_move_anew() -> None:
     for first in range(0, 400, 40):
         homes = policy.shares(first, 384)
         train(first)
-        policy.settle()
+        policy.recenter()
         tail = policy.shares(first + 40, 40)
     assert policy.shares(400, 384) == (176, 168, 40)
 

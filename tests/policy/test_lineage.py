@@ -55,7 +55,7 @@ def test_windows_go_on_with_the_speeds_of_those_who_are_left() -> None:
         old.note([RoundReport(next_slot=float(old.due), samples=80.0, busy_ms=10.0 * ms) for ms in (1.0, 2.0, 8.0)])
     new = make_windows(2, [9.0, 9.0])
     new.go_on(old.state_dict(), [2, 0])
-    new.resume_at(40, passed=0)
+    new.resume_at(40, last_event=0)
     assert new.times.ms.tolist() == [old.times.ms[2], old.times.ms[0]]
     assert (new.rounds, new.anchor, new.start, new.event) == (old.rounds, old.anchor, 40, 100)
     assert new.counts[1] / new.counts[0] == pytest.approx(old.times.ms[2] / old.times.ms[0], rel=0.2)
@@ -69,13 +69,13 @@ def test_an_event_at_the_very_slot_where_ranks_go_on_has_its_round(is_async: boo
     """Everything before it was trained, and the round there came to nothing."""
     config = LocalSGDConfig(anchor=4, is_async=is_async)
     windows = Windows(config, 1, 8, lambda slot: 100 if slot < 100 else 200, [1.0])
-    windows.resume_at(100, passed=0)
+    windows.resume_at(100, last_event=0)
     schedule = SlotSchedule(windows, 0, 200, (lambda count: 0) if is_async else None)
     assert schedule.hand() is None
     assert windows.is_blocking
     assert schedule.is_due()
     schedule.enter()
     windows.note([RoundReport(next_slot=float(schedule.next_slot))])
-    assert (windows.passed, windows.event) == (100, 200)
+    assert (windows.last_event, windows.event) == (100, 200)
     schedule.merged()
     assert schedule.hand() == 100

@@ -393,6 +393,6 @@ def test_claims_grow_with_their_cost_but_stay_far_below_the_window() -> None:
     slot_schedule.claim = lambda many: asked.append(many) or 0  # type: ignore[func-returns-value]
     for slot_schedule.claim_ms in (0.0, 0.015, 10.0):
         assert slot_schedule.hand() is not None
-        slot_schedule._given.clear()
+        slot_schedule._slots.clear()
         slot_schedule._handed = 0
     assert asked == [1, 2, windows.counts[0] // 4]

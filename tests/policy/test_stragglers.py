@@ -264,7 +264,7 @@ def test_slots_change_hands_once_and_by_speed() -> None:
     windows.note([row, RoundReport(next_slot=20, samples=640, busy_ms=100.0)])
     late.merged()
     assert windows.back == [4, 5, 6, 7, 8, 9]
-    assert windows.kept == [[1, 2, 3], []]
+    assert windows.unfinished == [[1, 2, 3], []]
     assert windows.counts == (10, 100)
     assert sum(windows.cut()) + 3 == 110 + 3
     assert windows.cut()[0] == 7

@@ -372,7 +372,7 @@ def test_a_copy_that_loads_the_state_goes_on_alike(is_async: bool) -> None:
             rows = ranks.rows()
             assert ranks.windows.note(rows) == copy.note(rows)
             assert copy.fingerprint() == ranks.windows.fingerprint()
-            assert (copy.passed, copy.is_measured) == (ranks.windows.passed, ranks.windows.is_measured)
+            assert (copy.last_event, copy.is_measured) == (ranks.windows.last_event, ranks.windows.is_measured)
         assert copy.is_held
     with pytest.raises(ValueError, match="the state of 3 ranks does not fit 2"):
         Windows(config, 2, 64, every(200, 2000)).load_state_dict(ranks.windows.state_dict())
@@ -382,11 +382,11 @@ def test_a_run_goes_on_at_a_slot_as_after_a_round_at_an_event() -> None:
     ranks = Ranks(Windows(LocalSGDConfig(), 2, 64, every(50, 120), [10.0, 10.0]), [10.0, 10.0])
     ranks.meet(3)
     windows = ranks.windows
-    assert windows.passed == windows.start == 50
+    assert windows.last_event == windows.start == 50
     fresh = Windows(LocalSGDConfig(), 2, 64, every(50, 120), [10.0, 10.0])
     fresh.resume_at(50)
-    assert (fresh.start, fresh.event, fresh.due, fresh.passed) == (windows.start, windows.event, windows.due, 50)
+    assert (fresh.start, fresh.event, fresh.due, fresh.last_event) == (windows.start, windows.event, windows.due, 50)
     fresh.resume_at(57)
-    assert (fresh.start, fresh.event, fresh.due, fresh.passed, fresh.is_over) == (57, 100, 77, 57, False)
+    assert (fresh.start, fresh.event, fresh.due, fresh.last_event, fresh.is_over) == (57, 100, 77, 57, False)
     fresh.resume_at(120)
     assert fresh.is_over

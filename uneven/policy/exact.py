@@ -102,7 +102,7 @@ class Balanced:
     half when the direction reverses. The slot size never changes. A rank whose best share is 0 is left out and tried
     again with a few samples now and then; one such probe that finds it fast again brings it back.
 
-    With `reach` shares move no farther than this from where they were when `settle` was last called: a captured step
+    With `reach` shares move no farther than this from where they were when `recenter` was last called: a captured step
     has graphs for the sizes around them, and all ranks would wait for another one. A rank that straggles costs more
     than that (tests/policy/test_stragglers.py), so then they move as far as they must.
     """
@@ -121,7 +121,7 @@ class Balanced:
     _probes: list[tuple[int, int]] = field(default_factory=list)  # (from this slot on, slots between two probes)
     reach: int | None = None
     _homes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)  # planned too; see `reach`
-    _home_factors: tuple[float, ...] = field(default=(), compare=False)  # when `settle` was last called
+    _home_factors: tuple[float, ...] = field(default=(), compare=False)  # when `recenter` was last called
     # Of `costs`, kept because they are needed in every slot.
     _predicted_for: tuple[int, ...] = field(default=(), compare=False)
     _predicted_ms: list[float] = field(default_factory=list, compare=False)
@@ -135,9 +135,9 @@ class Balanced:
         self._directions = [0] * len(self.costs)
         self._plan = [(0, self._best(self.costs))]
         self._probes = [(0, PROBE_EVERY)]
-        self.settle()
+        self.recenter()
 
-    def settle(self) -> None:
+    def recenter(self) -> None:
         """Shares may move anew, from where they are now. Called on all ranks after the same slot."""
         self._homes = [(0, self._plan[-1][1])]
         self._home_factors = tuple(self._factors)
@@ -214,7 +214,7 @@ class Balanced:
         is_too_much = [share > self._cap(rank) for _, shares in self._plan for rank, share in enumerate(shares)]
         if any(is_too_much) or any(sum(shares) != self.slot_size for _, shares in self._plan):
             self._plan = [(0, self._best(self.current_costs()))]
-        self.settle()
+        self.recenter()
 
     def _planned(self, slot: int) -> tuple[int, ...]:
         """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""
@@ -302,7 +302,7 @@ class Balanced:
             self._probes.append((slot + 1 + self.lookahead, every))
 
     def _straggles(self, gain: float) -> bool:
-        """Whether a rank became so much slower or faster since `settle` that shares leave their reach for it."""
+        """Whether a rank became so much slower or faster since `recenter` that shares leave their reach for it."""
         if gain <= FAR_GAIN:
             return False
         changes = [now / before for now, before in zip(self._factors, self._home_factors, strict=True)]

@@ -25,7 +25,8 @@ class Ledger:
     _positions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each gap's first slot
 
     def __post_init__(self) -> None:
-        position, last, positions = self.trained, -1, []
+        position, last = self.trained, -1
+        positions = []
         for first, stop in self.gaps:
             if not last < first < stop < self.next:
                 raise ValueError(f"{self} is none: gaps must be ascending, apart and before {self.next}")

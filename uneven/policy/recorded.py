@@ -66,7 +66,7 @@ class RecordedWindows:
     event: int = 0
     anchor: float = 0.0
     is_over: bool = False
-    passed: int = 0
+    last_event: int = 0
     is_blocking: bool = False  # RecordedSchedule knows which rounds were
     is_measured: bool = True
     stop_rounds: frozenset[int] = frozenset()  # after which the recorded run was stopped and saved
@@ -99,8 +99,9 @@ class RecordedWindows:
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         # A round that stopped the run may come before the event that it was due at.
         if self.due == self.event and min(report.next_slot for report in reports) >= self.event:
-            following = self.next_event(self.event)
-            self.is_over, self.passed, self.event = following == self.event, self.event, following
+            self.last_event = self.event
+            self.event = self.next_event(self.last_event)
+            self.is_over = self.event == self.last_event
         self.start = max(int(report.next_slot) for report in reports)
         self.rounds += 1
         return []
@@ -155,11 +156,12 @@ class RecordedSchedule:
         """No limit: a replay asks for nothing, and its events are in the log."""
         return self.total
 
-    def settle(self) -> None:
+    def await_claim(self) -> None:
         """Nothing is claimed in a replay."""
 
     def enter(self) -> None:
-        self.in_flight, self.staleness = True, 0
+        self.in_flight = True
+        self.staleness = 0
 
     def may_merge(self, has_arrived: bool) -> bool:
         del has_arrived

@@ -54,20 +54,20 @@ class SlotSchedule:
     parts: int = 0  # trained by this rank
     staleness: int = 0  # trained since it entered the round in flight
     lookahead: int = 0  # slots that its feed reads ahead
-    end: int | None = None  # where a stream without length ends, as this rank was told; an event of its own till agreed
+    end: int | None = None  # of a stream without length, as this rank was told: it stops there until all ranks know
     ahead: ClaimsAhead | None = None
-    _given: deque[int] = field(default_factory=deque)
+    _slots: deque[int] = field(default_factory=deque)
     _handed: int = 0
-    _window: int = -1  # the window whose cut was last given
-    _asked: int = 0  # slots of the claim on its way
+    _window: int = -1  # the last window of which it has its slots
+    _on_its_way: int = 0  # slots of the claim that is not answered yet
     _base: int | None = None  # the slot at which the shared counter was 0
     _claimed: int = 0  # the first slot of the last claim
     _claimed_stop: int = 0  # the end of the last claim
     _since: int = 0  # trained since that claim
     _limit: int | None = None  # with a round in flight: no slot from it on is handed out before that is merged
-    _first: int = 0  # slots before it were left out: they are claimed and dropped
-    _is_mixed: bool = False  # slots kept from an earlier window may be higher than newer ones
-    _returned: int | None = None  # the lowest slot that it has handed back since the last round
+    _skipped_to: int = 0  # slots before it were left out: claims of them are dropped
+    _is_mixed: bool = False  # unfinished slots of an earlier window come first, and may be higher than newer ones
+    _lowest_returned: int | None = None  # of the slots handed back since the last round
     _planned_ms: float = 0.0  # of the window, where late ranks hand slots back
     _busy_ms: float = 0.0  # of the slots trained since it entered a round
     _recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -79,30 +79,30 @@ class SlotSchedule:
     @property
     def next_slot(self) -> int:
         """The first slot that this rank has still to train; without one, the end of the slots it could get."""
-        if not self._given and self._returned is None:
+        if not self._slots and self._lowest_returned is None:
             self._take()
-        known = [] if self._returned is None else [self._returned]
-        if self._given:
-            known.append(min(self._given) if self._is_mixed else self._given[0])
+        known = [] if self._lowest_returned is None else [self._lowest_returned]
+        if self._slots:
+            known.append(min(self._slots) if self._is_mixed else self._slots[0])
         return min(known, default=self.windows.due if self._is_divided or self._is_left_out else self.total)
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def slots(self) -> tuple[int, ...]:
         """The slots that this rank has still to train."""
-        return tuple(self._given)
+        return tuple(self._slots)
 
     def hand(self) -> int | None:
         """The next slot for the feed; None when a round, an event or the end comes first.
 
         None, too, while a claim is on its way and the feed still has slots to train.
         """
-        if self._asked and self.ahead is not None and self.ahead.is_there():
+        if self._on_its_way and self.ahead is not None and self.ahead.is_there():
             self._receive()
-        if self._handed == len(self._given):
+        if self._handed == len(self._slots):
             self._ask_ahead() if self._has_time else self._take()
-        if self._handed == len(self._given):
+        if self._handed == len(self._slots):
             return None
-        slot = self._given[self._handed]
+        slot = self._slots[self._handed]
         if slot >= self._barrier:
             return None  # a claim past the event is kept until the event is passed
         self._handed += 1
@@ -118,7 +118,7 @@ class SlotSchedule:
         """The first slot handed out is trained, and took so long."""
         self._busy_ms += ms
         self._recent_ms.append(ms)
-        self._given.popleft()
+        self._slots.popleft()
         self._handed -= 1
         self.parts += 1
         self.staleness += 1
@@ -126,9 +126,9 @@ class SlotSchedule:
 
     def drop_before(self, slot: int) -> None:
         """Leave out all slots before this event, whoever has them; on all ranks, before `windows` notes the round."""
-        self._given = deque(given for given in self._given if given >= slot)
+        self._slots = deque(held for held in self._slots if held >= slot)
         self._handed = 0
-        self._first = slot
+        self._skipped_to = slot
         self.windows.end_at(slot)
 
     @property
@@ -137,7 +137,7 @@ class SlotSchedule:
 
         Before an event it is only worth a round where there is something to hand back.
         """
-        windows, held = self.windows, len(self._given)
+        windows, held = self.windows, len(self._slots)
         if self.in_flight or not held or not self._recent_ms or self._busy_ms < self._planned_ms:
             return False
         if windows.due == windows.event and held == self._handed:
@@ -148,10 +148,10 @@ class SlotSchedule:
         """Just before it enters a round: hand back what its feed has not got, if it is late; fields of its report."""
         if not self.is_late:
             return {}
-        back = [self._given.pop() for _ in range(len(self._given) - self._handed)]
-        self._returned = min(back, default=None)
+        back = [self._slots.pop() for _ in range(len(self._slots) - self._handed)]
+        self._lowest_returned = min(back, default=None)
         recent_ms = recent_time(self._recent_ms)
-        return {"returned": float(len(back)), "kept": float(len(self._given)), "recent_ms": recent_ms}
+        return {"returned": float(len(back)), "kept": float(len(self._slots)), "recent_ms": recent_ms}
 
     def is_due(self) -> bool:
         """Whether this rank enters the next round now."""
@@ -177,27 +177,31 @@ class SlotSchedule:
                 self._limit += math.ceil(own / self._share)
         return self._limit
 
-    def settle(self) -> None:
+    def await_claim(self) -> None:
         """Wait for the claim on its way, if there is one: just before a round in which all ranks meet.
 
         What is claimed after that lies past the event, whoever claims it, and the last round leaves nothing on its way.
         """
-        if self._asked:
+        if self._on_its_way:
             self._receive()
 
     def enter(self) -> None:
-        self.in_flight, self.staleness, self._busy_ms = True, 0, 0.0
+        self.in_flight = True
+        self.staleness = 0
+        self._busy_ms = 0.0
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
         if has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self._barrier:
             return True
-        return self._is_left_out and not self._given  # it gets nothing more before that
+        return self._is_left_out and not self._slots  # it gets nothing more before that
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
-        self.in_flight, self._limit, self._returned = False, None, None
-        if self.end is not None and self.windows.passed >= self.end:
+        self.in_flight = False
+        self._limit = None
+        self._lowest_returned = None
+        if self.end is not None and self.windows.last_event >= self.end:
             self.end = None
         if not self._is_divided:
             self._start_claims()
@@ -243,51 +247,58 @@ class SlotSchedule:
         if self._is_divided:
             if self._window < self.windows.rounds:
                 self._window = self.windows.rounds
-                self._is_mixed = bool(self._given)
-                self._given.extend(self.windows.slots_of(self.rank))
+                self._is_mixed = bool(self._slots)
+                self._slots.extend(self.windows.slots_of(self.rank))
                 self._planned_ms = self.windows.planned_ms if self.windows.hands_back else 0.0
             return
         self._start_claims()  # also where it is left out from the start, as in a run that is resumed
-        if self._is_left_out and not self._asked:
+        if self._is_left_out and not self._on_its_way:
             return
         while True:
-            if self._asked:
+            if self._on_its_way:
                 self._receive()
             elif (count := self._claim_size()) == 0:
                 return
             else:
                 assert self.claim is not None, "cadence has no claims"
                 self._keep(self.claim(count), count)
-            if self._claimed_stop > self._first:
+            if self._claimed_stop > self._skipped_to:
                 return
 
     @property
     def _has_time(self) -> bool:
         """Whether a claim can come while the rank trains what its feed has got."""
-        return bool(self._given) and not self._is_divided and (self._asked > 0 or self._claiming.is_ahead)
+        return bool(self._slots) and not self._is_divided and (self._on_its_way > 0 or self._claiming.is_ahead)
 
     def _ask_ahead(self) -> None:
         """Send the next claim, if the slots held will not last until it is answered."""
-        if self.ahead is None or self._asked or self._is_divided or self._claimed >= self.total or self._is_left_out:
+        if (
+            self.ahead is None
+            or self._on_its_way
+            or self._is_divided
+            or self._claimed >= self.total
+            or self._is_left_out
+        ):
             return
-        if self._given and self._given[-1] >= self._barrier:
+        if self._slots and self._slots[-1] >= self._barrier:
             return  # nothing before the barrier is left for this rank
-        held = len(self._given)
-        self._asked = self._claiming.size_to_ask(held, held - self._handed)
-        if self._asked:
-            self.ahead.ask(self._asked)
+        held = len(self._slots)
+        self._on_its_way = self._claiming.size_to_ask(held, held - self._handed)
+        if self._on_its_way:
+            self.ahead.ask(self._on_its_way)
 
     def _receive(self) -> None:
         """Take the claim on its way; waits until it is there."""
         assert self.ahead is not None, "who asked ahead?"
-        count, self._asked = self._asked, 0
+        count = self._on_its_way
+        self._on_its_way = 0
         self._keep(self.ahead.take(), count)
 
     def _keep(self, first: int, count: int) -> None:
         """Numbers of the counter, as slots: without those that were left out, and those past the end."""
         self._claimed, self._since = self._start_claims() + first, 0
         self._claimed_stop = self._claimed + count
-        self._given.extend(range(max(self._first, self._claimed), min(self._claimed_stop, self.total)))
+        self._slots.extend(range(max(self._skipped_to, self._claimed), min(self._claimed_stop, self.total)))
 
     def _start_claims(self) -> int:
         """The slot at which the counter of claims was 0: set after the same round on all ranks, whatever they hold."""
@@ -306,6 +317,6 @@ class SlotSchedule:
     def _claim_size(self) -> int:
         """How many slots this rank claims now and waits for; none where it holds its part of what is left."""
         claiming = self._claiming
-        if self._claimed >= self.total or (self._given and len(self._given) >= claiming.left):
+        if self._claimed >= self.total or (self._slots and len(self._slots) >= claiming.left):
             return 0
         return claiming.size

@@ -1,16 +1,76 @@
-"""What a full slot takes on each rank, by its last windows, and which ranks are left out because they became too slow.
+"""What a full slot takes on each rank, by its last windows, which ranks are left out as too slow, and the counts of a
+window that follow: as many slots for each rank that all finish together.
 
-The estimates behind policy/windows.py. All ranks are one array, so that a thousand of them cost little;
-policy/typical.py says what arrays may be used for here.
+The estimates behind policy/windows.py. All ranks are one array: a round of a thousand of them costs an eighth of what
+it did. Every rank has a copy of the controller, and the copies must be the same to the last bit on every CPU: arrays
+are used element by element and for the largest and smallest, sums are `math.fsum`, which is exact. A sum by the library
+would add in an order that depends on the CPU (tests/policy/test_many_ranks.py).
+
+A rank that trains a hundredth of the slots makes windows a hundred slots long and adds nothing. One that was slow from
+the start was wanted so; one that *became* far slower is left out: it trains nothing and only follows the averages.
+Now and then it gets a single slot, as rarely as the time for it allows, and comes back when that was fast.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from uneven.policy.left_out import next_probes
-from uneven.policy.typical import Flags, Floats, Ints, LastThree
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NOTHING = np.array([np.inf, np.inf, -np.inf])  # one value later it is (inf, -inf, a), and then (-inf, a, b)
+ROUNDING = np.array([[0.5], [0.25], [1e-9]])  # of a count: to nearest, in between, all down
+SLOWED = 4.0  # times slower than it was: below that it is an ordinary change
+USE = 0.02  # of all ranks' speed: what it must add
+PROBE_COST = 0.05  # of the time between two probes: what one may take
+PROBE_ROUNDS = (8, 512)  # between two probes: at least and at most
+
+
+class LastThree:
+    """The last three values of each rank, oldest first, and their median, which one outlier does not change.
+
+    Missing ones are infinite, so that the median of all three is that of what is there (of two the lower).
+    """
+
+    def __init__(self, lists: Sequence[Sequence[float]]) -> None:
+        self._values: Floats = np.tile(NOTHING, (len(lists), 1))
+        for rank, values in enumerate(lists):
+            for value in values:
+                self.add([rank], np.array([value]))
+
+    def to_lists(self) -> list[list[float]]:
+        return [[value for value in row if math.isfinite(value)] for row in self._values.tolist()]
+
+    def tobytes(self) -> bytes:
+        return self._values.tobytes()
+
+    @property
+    def is_known(self) -> Flags:
+        """Of which ranks there is a value."""
+        return np.isfinite(self._values[:, 2])
+
+    def is_full(self, ranks: Any) -> Flags:
+        """Of which of these there are three. `ranks` is an index of any kind, here and below."""
+        full: Flags = np.isfinite(self._values[ranks, 0])
+        return full
+
+    def forget(self, ranks: Any) -> None:
+        self._values[ranks] = NOTHING
+
+    def add(self, ranks: Any, values: Floats) -> Floats:
+        """One more value of these ranks; the median of what is known of each."""
+        known = self._values[ranks]
+        known[:, :2] = known[:, 1:]
+        known[:, 2] = values
+        self._values[ranks] = known
+        first, second = known[:, 0], known[:, 1]
+        low, high = np.minimum(first, second), np.maximum(first, second)
+        typical: Floats = np.maximum(low, np.minimum(high, values))
+        return typical
 
 
 class SlotTimes:
@@ -67,7 +127,7 @@ class SlotTimes:
         self.ms[ranks] = before_ms * (1.0 + pull * error)
 
     def leave_out(self, anchor: float, samples: Floats) -> None:
-        """Ranks that became too slow to help get no slots, but for a probe now and then; see policy/left_out.py."""
+        """Ranks that became too slow to help get no slots, but for a probe now and then."""
         self.usual_ms = np.minimum(np.where(self.usual_ms > 0.0, self.usual_ms, self.ms), self.ms)
         self.probe_in = next_probes(self.probe_in, self.ms, self.usual_ms, anchor * self.slowest_ms, samples > 0.0)
 
@@ -87,3 +147,48 @@ class SlotTimes:
         self.usual_ms = np.array([ms if place is None else state["_usual_ms"][place] for ms, place in beside])
         self.probe_in = np.array([-1 if place is None else state["_probe_in"][place] for place in places])
         self.seen_ms = LastThree([[] if place is None else state["_seen_ms"][place] for place in places])
+
+
+def next_probes(probe_in: Ints, slot_ms: Floats, usual_ms: Floats, window_ms: float, was_tried: Flags) -> Ints:
+    """Rounds until each rank is tried again, 0 for in the next window; -1 where it takes part. After every round.
+
+    `slot_ms` and `usual_ms`: every rank's present time per slot, and the shortest so far. `probe_in`: the last answer.
+    """
+    margin = np.where(probe_in >= 0, 1.5, 1.0)  # a rank that is out must be clearly better to come back
+    has_slowed = slot_ms * margin > SLOWED * usual_ms
+    if not has_slowed.any():
+        return np.full(len(probe_in), -1)
+    use = USE * math.fsum((1.0 / slot_ms).tolist())
+    is_out = has_slowed & (1.0 / slot_ms < margin * use)
+    least, most = PROBE_ROUNDS
+    fresh = np.ceil(slot_ms / (PROBE_COST * max(window_ms, 1e-9)))
+    begins = (probe_in < 0) | ((probe_in == 0) & was_tried)
+    waits = np.where(begins, np.minimum(np.maximum(fresh, least), most), np.maximum(probe_in - 1, 0))
+    return np.where(is_out, waits, -1).astype(np.int64)
+
+
+def with_probes(counts: Sequence[int], probe_in: Ints) -> tuple[int, ...]:
+    """One slot for each rank that is tried now, of whoever has the most."""
+    cut = list(counts)
+    for rank in np.flatnonzero(probe_in == 0).tolist():
+        if max(cut) > 1:
+            cut[cut.index(max(cut))] -= 1
+            cut[rank] += 1
+    return tuple(cut)
+
+
+def best_counts(window_ms: float, speeds: Floats, slot_ms: Floats) -> Ints:
+    """Whole counts for a window of about this length: at least 1, but 0 for a rank of speed 0, which is left out.
+
+    Few ranks lose least when counts are rounded to nearest, many when all are rounded down.
+    """
+    exact = window_ms * speeds
+    counts = np.maximum((exact + ROUNDING).astype(np.int64), 1) * (exact > 0.0)
+    slots, window = counts.sum(axis=1), (counts * slot_ms).max(axis=1)  # whole numbers have one sum, in any order
+    best: Ints = counts[(slots / window).argmax()]  # the first of those that wait least
+    return best
+
+
+def slots_per_ms(counts: Ints, slot_ms: Floats) -> float:
+    """Predicted speed of such windows; what is missing to the sum of all speeds is waiting."""
+    return int(counts.sum()) / float((counts * slot_ms).max())

@@ -2,7 +2,7 @@
 
 The controller of the local policies. It is replicated: every rank passes the same reports to its own copy, in round
 order, and gets the same windows; it reads nothing else and uses only + - * / and comparisons, of all ranks at once
-where it can (policy/typical.py says what that may be used for). The slowest rank trains
+where it can (policy/slot_times.py says what that may be used for). The slowest rank trains
 `anchor` slots a window and the others as many as their speed allows, so that all finish at the same moment. The anchor
 grows until rounds cost little, and the guard holds it back when replicas drift apart. train/local_sgd.py drives it.
 """
@@ -17,23 +17,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from uneven.policy.counts import best_counts, slots_per_ms
 from uneven.policy.finish import by_ratio
 from uneven.policy.late import split_beside, taken_back
-from uneven.policy.left_out import with_probes
 from uneven.policy.round_report import RoundReport
-from uneven.policy.slot_times import SlotTimes
-from uneven.policy.typical import Floats, Ints
+from uneven.policy.slot_times import Floats, Ints, SlotTimes, best_counts, slots_per_ms, with_probes
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
 MEMORY = 3  # rounds in the median of a cost, so a single outlier changes nothing
-SETTLING = 2  # rounds at the start whose costs are not representative: the first step compiles and allocates
-# What a resumed run goes on with; the other fields are its settings.
-STATE = (
-    *("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due", "passed", "_held"),
-    *("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences", "back", "kept"),
-)
+UNTYPICAL = 2  # rounds at the start whose costs are not representative: the first step compiles and allocates
+ESTIMATES = ("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences")
+# What a resumed run goes on with, under the names that checkpoints have always had; the other fields are its settings.
+STATE = {
+    **{name: name for name in ("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due")},
+    **{name: name for name in ESTIMATES},
+    "last_event": "passed",
+    "_divided_to": "_held",
+    "back": "back",
+    "unfinished": "kept",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Windows:
     event: int = 0  # the next slot at which all ranks synchronize whatever the window
     due: int = 0  # the slot of the next round
     back: list[int] = field(default_factory=list)  # handed back by ranks that were late: they come first
-    kept: list[list[int]] = field(default_factory=list)  # every rank's slots of earlier windows, where it was late
-    passed: int = 0  # the last event that all ranks have passed
-    _held: int = 0  # slots before it were given out for a window that a stream's end cut short, and come first
-    _floor: float = 0.0  # of the anchor: the one asked for, unless the guard went below it
+    unfinished: list[list[int]] = field(default_factory=list)  # of earlier windows, by rank: it was late with them
+    last_event: int = 0  # that all ranks have passed
+    # A stream's end cut a window short whose slots up to this one had been divided: they come before all others.
+    _divided_to: int = 0
+    _floor: float = 0.0  # of the anchor: the first one, unless the guard went below it
     times: SlotTimes = field(default_factory=lambda: SlotTimes(None, 0), repr=False)
     _costs_ms: list[float] = field(default_factory=list)  # of the last rounds, in the ranks' own time
     _blocked_ms: list[float] = field(default_factory=list)
@@ -102,7 +105,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.times = SlotTimes(self.slot_ms, self.ranks)
-        self.kept = [[] for _ in range(self.ranks)]
+        self.unfinished = [[] for _ in range(self.ranks)]
         self.anchor = self._floor = float(self.config.anchor)
         self.counts = tuple(self._best_counts().tolist()) if self.is_measured else (1,) * self.ranks
         self.event = self.next_event(0)
@@ -111,7 +114,7 @@ class Windows:
     @property
     def is_measured(self) -> bool:
         """Whether the counts rest on measured speeds or on fixed shares, and not on a guess."""
-        return self.slot_ms is not None or self.rounds >= SETTLING or self.config.shares is not None
+        return self.slot_ms is not None or self.rounds >= UNTYPICAL or self.config.shares is not None
 
     @property
     def is_blocking(self) -> bool:
@@ -151,18 +154,18 @@ class Windows:
     @property
     def planned_ms(self) -> float:
         """How long the window takes by the present estimates, probes apart."""
-        owned = np.array(self.cut()) + np.array([len(kept) for kept in self.kept])
+        owned = np.array(self.cut()) + np.array([len(slots) for slots in self.unfinished])
         return float(np.where(self.times.probe_in >= 0, 0.0, owned * self.times.ms).max())
 
     def cut(self) -> tuple[int, ...]:
         """How many new slots of the window each rank gets, in rank order: those handed back and [start, due)."""
         length = max(0, self.due - self.start) + len(self.back)  # all may be given already, before a stream's end
-        if length == sum(self.counts) and not any(self.kept) and not (self.times.probe_in == 0).any():
+        if length == sum(self.counts) and not any(self.unfinished) and not (self.times.probe_in == 0).any():
             return self.counts
         ratio = self.speeds if self.is_measured else [1.0] * self.ranks
-        if not any(self.kept):
+        if not any(self.unfinished):
             return with_probes(by_ratio(ratio, length), self.times.probe_in)
-        return with_probes(split_beside([len(kept) for kept in self.kept], ratio, length), self.times.probe_in)
+        return with_probes(split_beside([len(slots) for slots in self.unfinished], ratio, length), self.times.probe_in)
 
     def slots_of(self, rank: int) -> Sequence[int]:
         """The rank's new slots of the window, in order."""
@@ -178,27 +181,27 @@ class Windows:
         # By field: a thousand reports are looked through once.
         reported = dict(zip(RoundReport._fields, zip(*reports, strict=True), strict=True))
         if was_divided and (self.back or any(reported["returned"]) or any(reported["kept"])):
-            owned = [[*kept, *self.slots_of(rank)] for rank, kept in enumerate(self.kept)]
-            self.back, self.kept = taken_back(owned, reports)
+            owned = [[*slots, *self.slots_of(rank)] for rank, slots in enumerate(self.unfinished)]
+            self.back, self.unfinished = taken_back(owned, reports)
         self.rounds += 1
         decisions: list[Decision] = []
         if self.config.shares is None:
             decisions += self._adapt(reported)
         next_slots = reported["next_slot"]
         self._learn_event(was_divided)
-        if (
-            self.due == self.event and int(min(next_slots)) >= self.event
-        ):  # a round that stops the run may come before it
-            following = self.next_event(self.event)
-            self.is_over, self.passed, self.event = following == self.event, self.event, following
-        self.start = max(self.due, self._held, int(max(next_slots)))
+        # A round that stops the run may come before the event.
+        if self.due == self.event and int(min(next_slots)) >= self.event:
+            self.last_event = self.event
+            self.event = self.next_event(self.last_event)
+            self.is_over = self.event == self.last_event
+        self.start = max(self.due, self._divided_to, int(max(next_slots)))
         self._set_due()
         return decisions
 
     def _adapt(self, reported: Mapping[str, tuple[float, ...]]) -> list[Decision]:
         """Speeds, anchor and counts follow the reports, of which these are the fields."""
         samples = np.array(reported["samples"])
-        if self.slot_ms is not None or self.rounds >= SETTLING:  # the very first step compiles and allocates
+        if self.slot_ms is not None or self.rounds >= UNTYPICAL:  # the very first step compiles and allocates
             busy_ms = np.array(reported["busy_ms"])
             slower = self.times.update(self.slot_size, samples, busy_ms, reported["recent_ms"])
             if slower > 2.0:  # windows were as long as they had to be, and stay so where they may
@@ -225,41 +228,43 @@ class Windows:
         self._drop_back()
 
     def _drop_back(self) -> None:
-        """Nobody trains the slots that were handed back or kept."""
-        self.back, self.kept = [], [[] for _ in range(self.ranks)]
+        """Nobody trains the slots that were handed back or are unfinished."""
+        self.back = []
+        self.unfinished = [[] for _ in range(self.ranks)]
 
     def _learn_event(self, was_divided: bool) -> None:
         """Where nobody knew the next event, a stream's end: it may lie inside the window, and the round was at it."""
         due = self.due
         if self.may_end:
-            self.event = self.next_event(self.passed)
+            self.event = self.next_event(self.last_event)
             self.due = min(due, self.event)
         if was_divided and self.due < due:
-            self._held = max(self._held, due)
-        elif due >= self._held:
-            self._held = 0
+            self._divided_to = max(self._divided_to, due)
+        elif due >= self._divided_to:
+            self._divided_to = 0
 
     def fingerprint(self) -> int:
         """24 bits of the state: equal on all ranks."""
-        kept = self.kept if any(self.kept) else None
+        unfinished = self.unfinished if any(self.unfinished) else None
         rest = (
-            *(self.anchor, self._floor, self.start, self.due, self.event, self.rounds, self.is_held, self._held),
-            *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms, self.back, kept),
+            *(self.anchor, self._floor, self.start, self.due, self.event, self.rounds, self.is_held, self._divided_to),
+            *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms, self.back, unfinished),
         )
         numbers = self.times.tobytes() + np.array(self.counts).tobytes()
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON: with it, a fresh copy for as many ranks goes on with equal fingerprints."""
-        own = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
+        own = {key: copy.deepcopy(getattr(self, name)) for name, key in STATE.items()}
         return {"ranks": self.ranks, **own, **self.times.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The state of a run with as many ranks; next comes `resume_at`, unless it stopped after a round."""
         if state["ranks"] != self.ranks:
             raise ValueError(f"the state of {state['ranks']} ranks does not fit {self.ranks}")
-        for name in set(STATE) & set(state):
-            setattr(self, name, copy.deepcopy(state[name]))
+        for name, key in STATE.items():
+            if key in state:
+                setattr(self, name, copy.deepcopy(state[key]))
         self.times.load_state_dict(state, range(self.ranks))
         self.counts = tuple(self.counts)
 
@@ -268,31 +273,31 @@ class Windows:
 
         `places`: where each rank of this one was in that one; None for a newcomer, whose measured time counts.
         """
-        self.rounds, self.anchor, self.is_held = state["rounds"], state["anchor"], state["is_held"]
-        for name in ("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"):
+        for name in ("rounds", "anchor", "is_held", *ESTIMATES):
             setattr(self, name, copy.deepcopy(state[name]))
         self.times.load_state_dict(state, places)
         self.slot_ms = None if state["slot_ms"] is None else self.times.ms.tolist()
         self.counts = tuple(self._best_counts().tolist()) if self.is_measured else (1,) * self.ranks
 
-    def resume_at(self, slot: int, passed: int | None = None) -> None:
+    def resume_at(self, slot: int, last_event: int | None = None) -> None:
         """Before any slot was given out: go on here as after a round at an event. Estimates stay what they are.
 
-        `passed`: the last event that all ranks have passed, where it is not this slot. Then the next one may be at
+        `last_event`: the last one that all ranks have passed, where it is not this slot. Then the next one may be at
         this very slot, and a round is due at once.
         """
         self.start = slot
-        self.passed = slot if passed is None else passed
-        self.event = self.next_event(self.passed)
-        self.is_over, self._held = self.event == self.passed, 0
+        self.last_event = slot if last_event is None else last_event
+        self.event = self.next_event(self.last_event)
+        self.is_over = self.event == self.last_event
+        self._divided_to = 0
         self._drop_back()
         self._set_due()
 
     def _set_due(self) -> None:
         """The end of the window that begins at `start`."""
         left, length = self.event - self.start + len(self.back), sum(self.counts)
-        if self._held:
-            self.due = min(self.event, self._held)
+        if self._divided_to:
+            self.due = min(self.event, self._divided_to)
         elif left <= length:
             self.due = self.event
         elif left < 2 * length:
@@ -327,7 +332,7 @@ class Windows:
         the part due to whole counts is predicted, and the rest comes from wrong counts or noise, which longer windows
         hardly reduce.
         """
-        if self.rounds <= SETTLING + 1:
+        if self.rounds <= UNTYPICAL + 1:
             return []
         slowest_ms, before = self.times.slowest_ms, self.anchor
         if not (takes_part := self.times.takes_part).all():  # others only wait
@@ -355,7 +360,8 @@ class Windows:
     def _set_counts(self) -> list[Decision]:
         if not self.is_measured:
             return []
-        best, counts, slot_ms = self._best_counts(), np.array(self.counts), self.times.ms
+        best, counts = self._best_counts(), np.array(self.counts)
+        slot_ms = self.times.ms
         if np.array_equal(best, counts):
             return []
         # A window of about the same length changes only for a predicted gain.

@@ -137,6 +137,6 @@ class ExactRun:
         if not self.axis.ends_epoch(self.position):
             return
         if isinstance(self.policy, Balanced):
-            self.policy.settle()
+            self.policy.recenter()
         self._tally.save()
         self._tally.evaluate(self.generation.numbers, self.generation.job.eval_ms / 1e3)

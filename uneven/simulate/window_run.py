@@ -75,13 +75,13 @@ class WindowRun:
     def advance(self, until_s: float) -> None:
         """Until the next round; the window in which something happens is trained to its end."""
         del until_s
-        passed, slots_ms = self.windows.passed, self._drawn_slots_ms()
+        last_event, slots_ms = self.windows.last_event, self._drawn_slots_ms()
         self.last_samples, reports = self._async_window(slots_ms) if self._is_async else self._cadence_window(slots_ms)
         for member, samples in zip(self.ranks, self.last_samples, strict=True):
             self._tally.train(member.number, samples)
         self.windows.note(reports)
         self._tally.rounds += 1
-        if self.windows.passed != passed and self.axis.ends_epoch(self.windows.passed):
+        if self.windows.last_event != last_event and self.axis.ends_epoch(self.windows.last_event):
             eval_ms = self.generation.job.eval_ms
             self._tally.evaluate(self.generation.numbers, eval_ms / 1e3)
             self._free_ms = [ms + eval_ms for ms in self._free_ms]

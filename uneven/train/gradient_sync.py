@@ -182,7 +182,7 @@ class GradientSync:
         is_stopped = self.hooks.reach(epoch, self.event_loss, first=epoch, until=engine.trained, step=step)
         self.event_loss = None
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
-            self.policy.settle()
+            self.policy.recenter()
             self._capture_ahead()
         self._timer.start(engine.recorder.enter("other"))
         return is_stopped

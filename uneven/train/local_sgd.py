@@ -118,7 +118,7 @@ class LocalSGD:
         """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
         if not self.is_stopped:
             return self.engine.ledger.advanced_to(self.engine.trained)
-        return stopped_ledger(self.engine, self.windows.passed, self._mark)
+        return stopped_ledger(self.engine, self.windows.last_event, self._mark)
 
     def reset_timer(self) -> None:
         self._begin_timing()
@@ -303,7 +303,7 @@ class LocalSGD:
         recorder = self.engine.recorder
         tally = self.tally
         if status or self.windows.is_blocking:
-            self.slot_schedule.settle()
+            self.slot_schedule.await_claim()
         asked_ns = recorder.enter("compute")
         if status or self.windows.is_blocking or engine.eager.answers_late:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
@@ -370,7 +370,7 @@ class LocalSGD:
         self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         self.stream_end.learn(rows, self.epoch)
-        passed = self.windows.passed
+        passed = self.windows.last_event
         if is_skipped:
             due, rows = leave_out_rest(self.engine, self.slot_schedule, self.epoch, self.epochs.samples, rows)
         self.wished = follow_wish(self.engine.events, self.windows, rows)
@@ -389,7 +389,7 @@ class LocalSGD:
         self.is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self.scale.is_known:
             self.notes += self.scale.update()
-        event = self.windows.passed
+        event = self.windows.last_event
         is_event = event != passed
         if is_event:
             self.engine.reach_slot(event)

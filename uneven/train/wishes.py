@@ -119,7 +119,7 @@ def follow_wish(events: Events, windows: Windows | RecordedWindows, rows: Sequen
     wish = wished(row.wish for row in rows)
     if wish and isinstance(windows, Windows):
         slot = first_free_slot(rows, windows.event)
-        if request_event(events, slot, wish, windows.passed):
+        if request_event(events, slot, wish, windows.last_event):
             windows.learn_event(slot)
     return wish
 

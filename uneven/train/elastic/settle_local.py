@@ -56,7 +56,7 @@ def held_by(local: LocalSGD) -> Held:
     since = [part for part in engine.log if part[0] >= _passed(local)]
     given: list[int] = []
     if local.agreed is None and isinstance(schedule, SlotSchedule):
-        given = [engine.slot_at(position) for position in schedule.given]
+        given = [engine.slot_at(position) for position in schedule.slots]
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
@@ -119,7 +119,7 @@ def _hand_over(local: LocalSGD) -> None:
 
 def _passed(local: LocalSGD) -> int:
     """The last event that all ranks have passed."""
-    return local.windows.passed if local.agreed is None else local.agreed.passed
+    return local.windows.last_event if local.agreed is None else local.agreed.passed
 
 
 def _own_state(local: LocalSGD) -> LocalState:
