@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from tests.graph.test_verbs import TwoInputs
+from tests.graph.nets import TwoInputs
 from uneven.errors import InputError
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tests.graph.test_verbs import TwoInputs
+from tests.graph.nets import TwoInputs
 from uneven.errors import InputError
 from uneven.graph.flow import FlowBuilder
 

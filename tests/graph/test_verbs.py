@@ -7,21 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.graph.nets import TwoInputs
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
 
 ByHand = Callable[[Tensor], Tensor]
-
-
-class TwoInputs(nn.Module):
-    """x and one more."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.tanh(self.linear(torch.cat([x, other], -1)))
 
 
 def linear(width_in: int = 4, width: int = 4) -> nn.Linear:

@@ -101,7 +101,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: (
             start().through(FlowBuilder("part").through(F.relu)).through(FlowBuilder("part").through(F.gelu)).build()
         ),
-        "in",
+        "two parts have the name 'part'",
     ),
     (
         lambda: start().through(FlowBuilder().input("m").through(torch.mul).using("m")).build(),
