@@ -414,9 +414,10 @@ def _fetch(entry: DataSet, wanted: list[File], folder: Path, work: Path, progres
             reasons.append(f"{host}: unreadable: {error}")
         progress(Event(f"failed, {reasons[-1]}"))
     by_hand = [name for name in entry.by_hand if "." in name] or [file.names[-1] for file in entry.files]
+    smaller = "; or use mnist-mini, which is part of the package" if entry.assemble is images_from_idx else ""
     raise MachineError(
         f"cannot get {entry.name}: {'; '.join(reasons)}; fix the network (proxy?) and run: uneven data get "
-        f"{entry.name}; or put {', '.join(by_hand)} into {folder}; or use mnist-mini, which is part of the package"
+        f"{entry.name}; or put {', '.join(by_hand)} into {folder}{smaller}"
     )
 
 

@@ -103,7 +103,7 @@ class ReaderFeed:
         back what the old one has taken of that.
         """
         due: deque[Part] = deque()
-        asked = 0  # parts of `due`, from its front on
+        num_requested = 0  # parts of `due`, from its front on
         waiting = iter(parts)
         has_left_rest, self._has_begun = self._has_begun, True
         while True:
@@ -113,14 +113,15 @@ class ReaderFeed:
             if has_left_rest:
                 self._leave_out(due[0].slot.epoch)
                 has_left_rest = False
-            while asked < len(due) and due[asked].slot.epoch == due[0].slot.epoch:
-                self._ask(due[asked])
-                asked += 1
-            part, asked = due.popleft(), asked - 1
+            while num_requested < len(due) and due[num_requested].slot.epoch == due[0].slot.epoch:
+                self._request(due[num_requested])
+                num_requested += 1
+            part = due.popleft()
+            num_requested -= 1
             samples = iter(self._receive() if part.samples else ())
             yield part, [(self._batch(list(islice(samples, size))), size) for size in part.sizes]
 
-    def _ask(self, part: Part) -> None:
+    def _request(self, part: Part) -> None:
         assert self._client is not None, "connected when the group has formed"
         if part.samples:
             self._client.send("take", part.slot.epoch, part.first, part.stop)

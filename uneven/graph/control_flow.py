@@ -61,9 +61,9 @@ class Loop(nn.Module):
             result: Tensor = self.body(x, *extra)
             return result
         rows = active.nonzero().flatten()
-        passed: Tensor = self.body(x[rows], *_rows_of(extra, rows, len(x), "loop"))
-        dtype = torch.promote_types(x.dtype, passed.dtype)  # autocast does that for index_copy on a CPU alone
-        return x.to(dtype).index_copy(0, rows, passed.to(dtype))
+        results: Tensor = self.body(x[rows], *_rows_of(extra, rows, len(x), "loop"))
+        dtype = torch.promote_types(x.dtype, results.dtype)  # autocast does that for index_copy on a CPU alone
+        return x.to(dtype).index_copy(0, rows, results.to(dtype))
 
     def _active(self, x: Tensor) -> Tensor:
         """A mask of the samples that take the next pass; a 0-dim bool if the condition decides for the whole batch."""

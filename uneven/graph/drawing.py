@@ -219,15 +219,15 @@ class _Picture:
             self._lines_into(at, ends)
             self.lines += [Line(at.exit, ends.exit), Line(at.exit, start, "again")]
             return [body]
-        condition, asked = self._part("until" if loop.is_until else "while", loop.condition, names[:1])
+        condition, verdict = self._part("until" if loop.is_until else "while", loop.condition, names[:1])
         if loop.is_until:
             self._lines_into(at, ends)
-            self.lines += [Line(at.exit, asked.entry(0)), Line(asked.exit, start, "again", "no")]
-            self.lines.append(Line(asked.exit, ends.exit, label="yes"))
+            self.lines += [Line(at.exit, verdict.entry(0)), Line(verdict.exit, start, "again", "no")]
+            self.lines.append(Line(verdict.exit, ends.exit, label="yes"))
             return [body, condition]
-        self._lines_into(at, ends, stream=asked.exit, label="yes")
-        self.lines += [Line(start, asked.entry(0)), Line(at.exit, asked.entry(0), "again")]
-        self.lines.append(Line(asked.exit, ends.exit, label="no"))
+        self._lines_into(at, ends, stream=verdict.exit, label="yes")
+        self.lines += [Line(start, verdict.entry(0)), Line(at.exit, verdict.entry(0), "again")]
+        self.lines.append(Line(verdict.exit, ends.exit, label="no"))
         return [condition, body]
 
     def _gate(self, gate: Gate, ends: Ends, names: Sequence[str]) -> Parts:

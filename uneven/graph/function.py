@@ -62,7 +62,7 @@ def refuse_hidden_params(graph: nn.Module) -> None:
     """
     own = {id(param) for param in graph.parameters()}
     for part in graph.modules():
-        for how, module in _held_modules(part.function) if isinstance(part, Function) else ():
+        for how, module in _modules_of(part.function) if isinstance(part, Function) else ():
             if any(param.requires_grad and id(param) not in own for param in module.parameters()):
                 raise InputError(
                     f"the part {part.name!r} holds {how} ({type(module).__name__}), whose params would not be trained: "
@@ -70,20 +70,23 @@ def refuse_hidden_params(graph: nn.Module) -> None:
                 )
 
 
-def _held_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
+def _modules_of(function: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a function reads from around it, or that a partial was given, each with its name there."""
-    held: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if isinstance(function, functools.partial):
-        yield from _held_modules(function.func)
-        held = {"its function": function.func, **{f"argument {i + 1}": value for i, value in enumerate(function.args)}}
-        held |= {f"{name}=": value for name, value in function.keywords.items()}
+        yield from _modules_of(function.func)
+        values = {
+            "its function": function.func,
+            **{f"argument {i + 1}": value for i, value in enumerate(function.args)},
+        }
+        values |= {f"{name}=": value for name, value in function.keywords.items()}
     elif inspect.ismethod(function):
-        held = {"its owner": function.__self__}
+        values = {"its owner": function.__self__}
     elif inspect.isfunction(function):
         # Not inspect.getclosurevars: it takes the attribute in `x.norm()` for a global of that name.
         read = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
-        held = {name: function.__globals__.get(name) for name in read}
+        values = {name: function.__globals__.get(name) for name in read}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # a name that is not bound yet
-                held[name] = cell.cell_contents
-    yield from ((repr(name), value) for name, value in held.items() if isinstance(value, nn.Module))
+                values[name] = cell.cell_contents
+    yield from ((repr(name), value) for name, value in values.items() if isinstance(value, nn.Module))
