@@ -97,7 +97,7 @@ def test_after_the_rest_of_a_streams_epoch_its_next_one_follows(options: dict[st
             reader = loop.worker.engine.reader
             assert reader is not None
             assert reader._reader is not None
-            kept.extend(epoch for epoch, _ in reader._reader._held if epoch < 2)
+            kept.extend(epoch for epoch, _ in reader._reader._ready if epoch < 2)
         return loop.finish()
 
     model = Net(torch.float64)

@@ -45,7 +45,8 @@ def replayed() -> Iterator[list[int]]:
 
     def counted(self: CapturedStep, inputs: Any, slot_samples: int, stats: Any) -> Any:
         found = forward_backward(self, inputs, slot_samples, stats)
-        if self.is_replayed:
+        assert self.reducer is not None
+        if self.is_replayed and self.reducer._group.world_size > 1:  # not in the rehearsal
             samples.append(slot_samples)
         return found
 

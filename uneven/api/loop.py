@@ -71,10 +71,10 @@ class Loop(LoopCalls):
         self._recovery = LoopRecovery(worker, self._steps, self._log, self._resume)
         self._stream: Iterator[tuple[Part, Micros]] | None = None
         self._stream_of: Synchronizer | None = None  # whose parts are in it
-        self._taken: tuple[Part, Micros] | None = None  # from it, and not handed out
+        self._next_part: tuple[Part, Micros] | None = None  # from it, and not handed out
         self._was_interrupted = False  # where the run ends
         worker.events.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
-        self._asked = 0  # iterators that `__iter__` has given
+        self._iterators = 0  # iterators that `__iter__` has given
         self._is_completing = False
         self._open = ExitStack()
         if finished is not None:
@@ -117,7 +117,7 @@ class Loop(LoopCalls):
         due = self._synchronizer.epoch
         if self._iterated is not None:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
-        if isinstance(epoch, int) and 0 <= epoch < self._resume.passed:
+        if isinstance(epoch, int) and 0 <= epoch < self._resume.past_epochs:
             self._resume.begin(epoch)
             return iter(())  # trained before the checkpoint from which this run goes on
         if due >= worker.config.epochs and worker.config.max_steps is not None:
@@ -130,9 +130,9 @@ class Loop(LoopCalls):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch: a loop stands where a DataLoader stood."""
-        self._asked += 1
-        is_done = self._asked <= self._resume.passed
-        return self.batches(self._asked - 1 if is_done or self._is_stopped else self._synchronizer.epoch)
+        self._iterators += 1
+        is_done = self._iterators <= self._resume.past_epochs
+        return self.batches(self._iterators - 1 if is_done or self._is_stopped else self._synchronizer.epoch)
 
     def step(self, loss: Any = None, *, optimizer: Any = None) -> None:
         """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count).
@@ -228,9 +228,9 @@ class Loop(LoopCalls):
                 self._run(self._take)
                 if self._has_ended():
                     return
-                if self._taken is None:
+                if self._next_part is None:
                     continue  # ranks were lost: other parts are due
-                part, micros = self._taken
+                part, micros = self._next_part
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._run(partial(self._steps.train, part, []))
                     if self._has_ended():
@@ -293,14 +293,14 @@ class Loop(LoopCalls):
 
     def _take(self) -> None:
         """The next part of this rank, from the feed of the present generation."""
-        self._taken = None
+        self._next_part = None
         self._recovery.check()
         if self._iterated is not None and self._recovery.started < self._iterated:
             self._recovery.start(self._iterated)
         synchronizer = self._synchronizer
         if self._stream is None or self._stream_of is not synchronizer:
             self._stream, self._stream_of = self.worker.engine.feed.stream(synchronizer.parts()), synchronizer
-        self._taken = next(self._stream)
+        self._next_part = next(self._stream)
 
     def _begin(self, part: Part) -> None:
         """Before the user's forward, which comes before the step and may change buffers."""
@@ -393,7 +393,7 @@ class Loop(LoopCalls):
         atexit.unregister(self._finish_at_exit)
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
-        self._stream = self._taken = None  # its loader processes end
+        self._stream = self._next_part = None  # its loader processes end
         self._open.close()
         self._synchronizer.close()
         self._around.end()

@@ -41,11 +41,11 @@ def optimizer_factory(module: nn.Module, optimizer: Any) -> MakeOptimizer:
     return _single(module, optimizer, "optimizer")
 
 
-def _several(module: nn.Module, given: Mapping[str, Any]) -> MakeOptimizer:
-    if not given:
+def _several(module: nn.Module, optimizers: Mapping[str, Any]) -> MakeOptimizer:
+    if not optimizers:
         raise InputError("optimizer is empty: pass an optimizer, or several by name")
     parts: dict[str, nn.Module] = {}
-    for name, value in given.items():
+    for name, value in optimizers.items():
         part = dict(module.named_children()).get(name)
         if part is None and not isinstance(value, Optimizer):
             names = ", ".join(name for name, _ in module.named_children()) or "none"
@@ -54,7 +54,7 @@ def _several(module: nn.Module, given: Mapping[str, Any]) -> MakeOptimizer:
                 f"has {names}): give both the same name, as in Ddp.setup({{'g': g, 'd': d}}, {{'g': ..., 'd': ...}})"
             )
         parts[name] = module if part is None else part
-    factories = {name: _single(module, value, f"optimizer {name!r}") for name, value in given.items()}
+    factories = {name: _single(module, value, f"optimizer {name!r}") for name, value in optimizers.items()}
 
     def make(params: Any) -> Optimizer:
         del params  # each part has its own
@@ -85,15 +85,15 @@ def _single(module: nn.Module, optimizer: Any, what: str) -> MakeOptimizer:
 def check_params(module: nn.Module, optimizer: Optimizer, what: str) -> None:
     """InputError where an optimizer that is made already would not train the model."""
     own = {id(param) for param in module.parameters()}
-    held = [param for settings in optimizer.param_groups for param in settings["params"]]
-    foreign = [param for param in held if id(param) not in own]
+    trained = [param for settings in optimizer.param_groups for param in settings["params"]]
+    foreign = [param for param in trained if id(param) not in own]
     if foreign:
         raise InputError(
-            f"{what}={type(optimizer).__name__}(...) holds {len(foreign)} of {len(held)} params that are not the "
+            f"{what}={type(optimizer).__name__}(...) holds {len(foreign)} of {len(trained)} params that are not the "
             f"model's (the first has shape {tuple(foreign[0].shape)}): make it from the parameters() of the "
             "model that is given, after every change of the model"
         )
-    if not any(param.requires_grad for param in held):
+    if not any(param.requires_grad for param in trained):
         raise InputError(f"{what}={type(optimizer).__name__}(...) holds no param that requires a gradient")
 
 
@@ -150,11 +150,11 @@ def _check_caps(config: RunConfig, size: int) -> None:
             f"memory_cap={config.memory_cap!r} with Ddp.setup bounds the shares of policy='balanced' on several "
             "devices; here it would be ignored: leave it out and make batch_size smaller"
         )
-    held, samples = sum(config.caps(size)), config.slot_size(size)
-    if held < samples:
+    capacity, samples = sum(config.caps(size)), config.slot_size(size)
+    if capacity < samples:
         raise InputError(
-            f"memory_cap={config.memory_cap!r} holds {held:g} of the {samples} samples of a step, and with Ddp.setup "
-            "a device's samples of a step count as a whole; make batch_size smaller, or use fit"
+            f"memory_cap={config.memory_cap!r} holds {capacity:g} of the {samples} samples of a step, and with "
+            "Ddp.setup a device's samples of a step count as a whole; make batch_size smaller, or use fit"
         )
 
 

@@ -116,7 +116,7 @@ class LoopResume:
     def __init__(self, worker: Worker, log: EpochLog) -> None:
         self._worker = worker
         self._log = log
-        self.passed = 0  # epochs that were done at the checkpoint
+        self.past_epochs = 0  # epochs that were done at the checkpoint
         self._is_after_calls = False  # the checkpoint was taken when the user's code after them had run
         self._done: Calls = {}  # made after the last of them, before the checkpoint
         self._has_joined = False  # it has begun in the middle, with the state of the others
@@ -125,7 +125,7 @@ class LoopResume:
         self._calls_before: Calls = {}  # between that epoch and the one before it
 
     @property
-    def asked(self) -> int:
+    def epoch(self) -> int:
         """The epoch that the user asked for last."""
         return self._epoch
 
@@ -138,23 +138,23 @@ class LoopResume:
 
     def join(self, epoch: int, calls: Calls) -> None:
         """This rank joins others in this epoch, who have made these calls since the one before."""
-        self.passed = epoch
+        self.past_epochs = epoch
         self._is_after_calls = True
         self._done = calls
         self._has_joined = True
 
     def is_past(self, call: str) -> bool:
         """Whether the others have made this call already, together, when this rank joined them."""
-        if not self._has_joined or self._epoch >= self.passed:
+        if not self._has_joined or self._epoch >= self.past_epochs:
             return False
-        return self._epoch < self.passed - 1 or self._calls.get(call, 0) < self._done.get(call, 0)
+        return self._epoch < self.past_epochs - 1 or self._calls.get(call, 0) < self._done.get(call, 0)
 
     def start(self, epoch: int) -> None:
         """The run begins in this epoch."""
         worker, resumed = self._worker, self._worker.resumed
         if resumed is None:
             return
-        self.passed = epoch
+        self.past_epochs = epoch
         self._is_after_calls = epoch == 0 or worker.engine.trained > worker.axis.epoch_end(epoch - 1)
         state = resumed.record.get("loop")
         if state is not None:  # None: the checkpoint is of fit
@@ -169,24 +169,27 @@ class LoopResume:
         Random states are as at the checkpoint where the user's code goes on from it, whatever ran in the meantime.
         """
         before = self._calls
-        if epoch == self.passed:  # a loop that begins with this epoch has not made them again
+        if epoch == self.past_epochs:  # a loop that begins with this epoch has not made them again
             before = {name: max(before.get(name, 0), self._done.get(name, 0)) for name in {**before, **self._done}}
         self._epoch = epoch
         self._calls = {}
         self._calls_before = before
-        if epoch == (self.passed if self._is_after_calls else self.passed - 1) and self._worker.resumed is not None:
+        if (
+            epoch == (self.past_epochs if self._is_after_calls else self.past_epochs - 1)
+            and self._worker.resumed is not None
+        ):
             self._worker.resumed.restore_random(self._worker.engine)
 
     def counts(self, call: str) -> bool:
         """Whether this call, made between two epochs, is to have an effect."""
         self._calls[call] = self._calls.get(call, 0) + 1
-        if self._epoch != self.passed - 1:
-            return self._epoch >= self.passed
+        if self._epoch != self.past_epochs - 1:
+            return self._epoch >= self.past_epochs
         return self._calls[call] > self._done.get(call, 0)
 
     def done_epochs(self, trained: int) -> int:
         """Of so many trained epochs those whose code after them has run, too, or is running."""
-        is_code_due = not self._is_after_calls and trained == self.passed > self._epoch + 1
+        is_code_due = not self._is_after_calls and trained == self.past_epochs > self._epoch + 1
         return trained - 1 if is_code_due else trained
 
     def state_dict(self, is_between: bool) -> dict[str, Any]:
@@ -273,7 +276,7 @@ class LoopRecovery:
         own = {
             "log": [self._log.collected, self._log.state_dict()],
             "metric": [self.metrics, self.metric],
-            "calls": [self._resume.asked, self._resume.calls],
+            "calls": [self._resume.epoch, self._resume.calls],
             "started": self.started,
         }
         rows = gather_json(group, own)

@@ -238,9 +238,9 @@ class EagerStep:
     def limit(self) -> float:
         """The largest number that every gradient can hold."""
         if self._limit is None:
-            held = (param for group in self.optimizer.param_groups for param in group["params"])
-            params = [param for param in held if param.requires_grad]  # a frozen one may hold integers
-            self._limit = min((torch.finfo(param.dtype).max for param in params), default=torch.inf)
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            floats = [param for param in params if param.requires_grad]  # a frozen one may hold integers
+            self._limit = min((torch.finfo(param.dtype).max for param in floats), default=torch.inf)
         return self._limit
 
     def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
@@ -450,7 +450,7 @@ def adapt_before_step(function: Callable[..., object] | None) -> BeforeStep | No
     if function is None:
         return None
     count = min(2, required_arguments(function))
-    return lambda *given: function(*given[:count])
+    return lambda model, optimizer: function(*(model, optimizer)[:count])
 
 
 def _added(counts: Tensor | None, count: Tensor | None) -> Tensor | None:

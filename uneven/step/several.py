@@ -77,14 +77,14 @@ class OptimizerGroup(Optimizer):
         self.param_groups = [settings for member in self.members.values() for settings in member.param_groups]
         self.state = _MergedState(self.members)  # type: ignore[assignment]
 
-    def name_of(self, given: Any) -> str:
+    def name_of(self, optimizer: Any) -> str:
         """The member that the user means: its name, its place, or the optimizer itself."""
         for place, (name, member) in enumerate(self.members.items()):
-            if given is member or (isinstance(given, str) and given == name):
+            if optimizer is member or (isinstance(optimizer, str) and optimizer == name):
                 return name
-            if isinstance(given, int) and not isinstance(given, bool) and given == place:
+            if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer == place:
                 return name
-        what = type(given).__name__ if isinstance(given, Optimizer) else repr(given)
+        what = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
         raise InputError(f"optimizer={what} is none of this loop's; pass one of {', '.join(self.members)}")
 
 

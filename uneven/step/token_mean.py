@@ -204,8 +204,8 @@ def _watched(model: nn.Module) -> Iterator[Named]:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
-            given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-            seen.extend(pair for name, value in given.items() for pair in named_tensors(value, name))
+            arguments = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+            seen.extend(pair for name, value in arguments.items() for pair in named_tensors(value, name))
 
     with ExitStack() as hooks:
         for module in model.modules():
