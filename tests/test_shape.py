@@ -123,12 +123,6 @@ def test_files_and_functions_stay_small() -> None:
 
 # Rooms whose modules each stand for one thing of a kind, however short: verbs, models, files of a template.
 SHORT_IS_RIGHT = {"cli", "bench/models", "templates"}
-NOT_YET: set[str] = {  # rooms that were written before these rules
-    *(
-        "launch",
-        "policy",
-    ),
-}
 
 
 def test_a_short_module_with_one_importer_beside_it_is_part_of_that() -> None:
@@ -139,7 +133,7 @@ def test_a_short_module_with_one_importer_beside_it_is_part_of_that() -> None:
             importers[name].add(path)
     for name, path in modules.items():
         folder = str(path.parent.relative_to(PACKAGE))
-        if path.name != "__init__.py" and folder not in SHORT_IS_RIGHT and room_of(path) not in NOT_YET:
+        if path.name != "__init__.py" and folder not in SHORT_IS_RIGHT:
             is_alone = [user.parent for user in importers[name]] == [path.parent]
             assert path.read_text().count("\n") >= 120 or not is_alone, f"{name}: only {importers[name]} imports it"
 
@@ -170,7 +164,7 @@ def packed_lines(path: Path) -> Iterator[str]:
 
 
 def test_statements_are_not_packed_and_constructors_take_few_arguments_by_name() -> None:
-    assert [line for path in FILES if room_of(path) not in NOT_YET for line in packed_lines(path)] == []
+    assert [line for path in FILES for line in packed_lines(path)] == []
 
 
 # What docstrings and comments cite: files, and notes by their names. A note itself goes on with a sentence.

@@ -181,7 +181,8 @@ def test_an_error_in_the_train_step_reaches_the_caller_with_its_traceback() -> N
     assert any(entry.name == "broken" for entry in caught.traceback)
 
 
-def test_stop_ends_after_the_current_step_with_a_whole_state() -> None:
+def test_stop_ends_after_the_current_step_with_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a run that stops is saved in ./runs
     seen = threading.Event()
     release = threading.Event()
 

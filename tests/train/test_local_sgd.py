@@ -6,6 +6,7 @@ Async depends on who comes first, so there the invariants are tested: every samp
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,7 +166,10 @@ def once_at(place: int, act: Callable[[], Any]) -> Callable[[nn.Module, Any], to
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_stop_request_stops_all_with_equal_replicas(policy: str) -> None:
+def test_a_stop_request_stops_all_with_equal_replicas(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a run that stops is saved in ./runs
     stop = Requests()
     results = train(3, policy=policy, epochs=50, step=once_at(60, stop.stop.set), stop=stop, is_whole=False)
     assert not results[0].state.finished
