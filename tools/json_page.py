@@ -23,7 +23,6 @@ from uneven.bench.efficiency import EfficiencyDocument
 from uneven.bench.policies import TrialDocument
 from uneven.bench.report.build import Report
 from uneven.bench.report.check import Judged
-from uneven.bench.report.compare import Difference
 from uneven.bench.scaling import Scaling
 from uneven.bench.single.run import PrintedSummary
 from uneven.bench.strategies.measure import PairsDocument, RowsDocument
@@ -54,10 +53,8 @@ from uneven.results.saved_state import Contents
 
 DOCUMENTS: dict[str, Any] = {
     "bench check": bench_results.Checked,
-    "bench compare": list[Difference],
     "bench efficiency": EfficiencyDocument,
     "bench list": bench.Listed,
-    "bench pack": bench_results.Packed,
     "bench policies": TrialDocument,
     "bench report": Report | list[Report],
     "bench run": PrintedSummary,

@@ -32,20 +32,6 @@ def test_a_report_goes_to_the_screen_or_into_a_file(tmp_path: Path) -> None:
     assert json.loads(call("report", root, "--json").output)["models"][0]["model"] == "lenet"
 
 
-def test_two_sweeps_are_compared_and_held_against_a_baseline(tmp_path: Path) -> None:
-    first, second = runs(tmp_path / "a"), runs(tmp_path / "b", shift=-0.1)
-    lines = call("compare", first, second).output.splitlines()
-    assert lines[0].startswith("lenet cpu-async: quality -0.1000 +- 0.0000, speed x1.000")
-    assert "quality worse" in lines[0]
-    assert json.loads(call("compare", first, second, "--json").output)[0]["mode"] == "cpu-async"
-    baseline = tmp_path / "baseline.json"
-    assert call("check", first, "--save", baseline).exit_code == 0
-    assert "no worse than the baseline" in call("check", first, "--baseline", baseline).output
-    failed = call("check", second, "--baseline", baseline)
-    assert isinstance(failed.exception, RankError)
-    assert "lenet cpu-async: accuracy 0.871," in str(failed.exception)
-
-
 def sweeps(root: Path) -> Path:
     """Two in one folder, and one folder that is none."""
     for name, shift in (("cpu-pair", 0.0), ("gpu-pair", -0.1)):

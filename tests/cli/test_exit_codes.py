@@ -116,9 +116,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "full.py").write_text("from uneven import MachineError\nraise MachineError('no space')\n")
     (tmp_path / "failed.py").write_text("from uneven import RankError\nraise RankError('rank 1 failed')\n")
     write_checkpoint(tmp_path / "saved" / "step-4")
-    for name, quality in (("good", 0.97), ("bad", 0.5)):
-        for seed in range(2):
-            make_run(tmp_path / name, "lenet", "solo-0", seed, quality)
+    for seed in range(2):
+        make_run(tmp_path / "good", "lenet", "solo-0", seed, 0.97)
+        make_run(tmp_path / "bad", "lenet", "solo-0", seed, 0.97, epochs=5)  # less than was published
     return tmp_path
 
 
@@ -181,15 +181,8 @@ CALLS = [
     ("bench report good", 0),
     ("bench report absent", 2),
     ("bench report good --out /proc/nowhere/report.md", 3),
-    ("bench compare good bad", 0),
-    ("bench compare good absent", 2),
-    ("bench check good --save baseline.json", 0),
-    ("bench check good --save baseline.json --baseline baseline.json", 2),
     ("bench check good", 0),
     ("bench check absent", 2),
-    ("bench pack good --out results", 0),
-    ("bench pack absent", 2),
-    ("bench pack good --out /proc/nowhere", 3),
     ("bench policies absent.py", 2),
     ("bench scaling --model none", 2),
     ("bench strategies --only none", 2),
@@ -214,11 +207,10 @@ def test_real_calls(line: str, code: int, call: Call) -> None:
 
 
 def test_a_gate_that_fails_is_1_with_its_json_and_a_message(call: Call, folder: Path) -> None:
-    assert call("bench", "check", "good", "--save", "baseline.json")[0] == 0
-    code, out, err = call("bench", "check", "bad", "--baseline", "baseline.json", "--json")
+    code, out, err = call("bench", "check", "bad", "--json")
     assert code == 1
     assert json.loads(out)["faults"]
-    assert err.startswith("uneven: worse than the baseline")
+    assert err.startswith("uneven: does not hold")
 
 
 @pytest.mark.usefixtures("folder")

@@ -104,11 +104,7 @@ def test_outputs_about_states_and_runs(folder: Path) -> None:
     check_document("state diff", document_of("state diff a b"))
     check_document("state export", document_of("state export a --to model.pt"))
     check_document("bench report", document_of("bench report runs-a"))
-    check_document("bench compare", document_of("bench compare runs-a runs-b"))
-    check_document("bench pack", document_of("bench pack runs-a --out results"))
-    check_document("bench check", document_of("bench check results"))
-    check_document("bench check", document_of("bench check runs-a --save baseline.json"))
-    check_document("bench check", document_of("bench check runs-a --baseline baseline.json"))
+    check_document("bench check", document_of("bench check runs-a"))
 
 
 def test_run_prints_its_results_and_nothing_of_the_script(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

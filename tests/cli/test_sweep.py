@@ -36,13 +36,7 @@ def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_pat
         (("sweep", "--models", "lenett", "--dry-run"), InputError, "unknown model"),
         (("report", "nowhere"), InputError, "there is no folder nowhere"),
         (("report", "nowhere", "--out", "report.pdf"), InputError, "a report is .md or .html"),
-        (("compare", "nowhere", "elsewhere"), InputError, "there is no folder"),
         (("check", "nowhere"), InputError, "there is no folder nowhere"),
-        (
-            ("check", "nowhere", "--baseline", "a.json", "--save", "b.json"),
-            InputError,
-            "either --baseline FILE, to check, or --save FILE",
-        ),
         (("policies", "nowhere.py"), InputError, "there is no such file"),
         (("scaling", "--ranks", "two"), InputError, "must be numbers"),
         (("scaling", "--ranks", "2,4"), InputError, "with 1 among them"),

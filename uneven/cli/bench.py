@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.cli import options
-from uneven.cli.bench_results import check, compare, pack, report
+from uneven.cli.bench_results import check, report
 from uneven.cli.complete import devices as devices_here
 from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
 from uneven.cli.scaling import scaling
@@ -246,5 +246,5 @@ def result_line(summary: "PrintedSummary") -> str:
     return f"{line}\n{FOOTNOTE}" if is_disturbed(summary) else line
 
 
-for verb in (sweep, report, pack, compare, check, policies, scaling, strategies):
+for verb in (sweep, report, check, policies, scaling, strategies):
     app.command(verb.__name__)(verb)

@@ -1,7 +1,7 @@
-"""`uneven bench report`, `compare`, `pack` and `check`: what finished runs say. cli/sweep.py makes them."""
+"""`uneven bench report` and `check`: what finished runs say. cli/sweep.py makes them."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,18 +9,9 @@ import typer
 
 from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
 from uneven.errors import InputError, RankError
-from uneven.files import ABSENT
 
 if TYPE_CHECKING:
     from uneven.bench.report.check import Judged
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What pack --json prints."""
-
-    files: list[str]
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -28,8 +19,7 @@ class Checked:
     """What check --json prints."""
 
     faults: list[str]
-    rows: list["Judged"] | None = field(default=None, metadata=ABSENT)  # without --baseline
-    baseline: str | None = field(default=None, metadata=ABSENT)  # the file that --save has written
+    rows: list["Judged"]
 
 
 def report(
@@ -80,104 +70,18 @@ def report(
         print(f"wrote {path}", file=sys.stderr)
 
 
-def compare(
-    first: Annotated[Path, typer.Argument(help="A run folder or a sweep's.")],
-    second: Annotated[Path, typer.Argument(help="The one that may be better.")],
-    as_json: Json = False,
-) -> None:
-    """Compare two results: quality and speed, paired over the seeds that both have.
-
-    Examples:
-
-      uneven bench compare runs/before runs/after
-
-      uneven bench compare runs/lenet/cpu-async/seed-0 runs/lenet/cpu-cadence/seed-0
-    """
-    from uneven.bench.report.compare import compare as differences
-    from uneven.bench.undisturbed import FOOTNOTE, mark
-
-    found = differences(first, second)
-    if as_json:
-        print_json(found)
-        return
-    for row in found:
-        half = "" if row.quality_half == float("inf") else f" +- {row.quality_half:.4f}"
-        speed_half = "" if row.speed_half == float("inf") else f" +- {row.speed_half:.3f}"
-        pairs = f"{row.pairs} pair{'s' * (row.pairs > 1)}"
-        speed = mark(f"x{row.speed:.3f}{speed_half}", row.is_disturbed)
-        print(f"{row.model} {row.mode}: quality {row.quality:+.4f}{half}, speed {speed} ({pairs}); {row.verdict}")
-    if any(row.is_disturbed for row in found):
-        print(FOOTNOTE)
-
-
-def pack(
-    runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
-    out: Annotated[Path, typer.Option(help="Folder; a run becomes MODEL/MODE/seed-S.json below it.")] = Path("results"),
-    as_json: Json = False,
-) -> None:
-    """Write finished runs as small files to publish: settings, history, times, versions; no weights.
-
-    `report`, `compare` and `check` read them like runs.
-
-    Examples:
-
-      uneven bench pack runs --out results
-    """
-    from uneven.bench.report.pack import pack as pack_runs
-
-    files = pack_runs(runs, out)
-    size = sum(path.stat().st_size for path in files)
-    if as_json:
-        print_json(Packed([str(path) for path in files], size))
-    else:
-        print(f"wrote {len(files)} files, {size / 1e3:,.0f} kB, in {out}")
-
-
 def check(
-    runs: Annotated[Path, typer.Argument(help="A folder of runs, packed or not, or of several sweeps.")] = Path("runs"),
-    baseline: Annotated[Path | None, typer.Option(help="Compare the runs with this baseline instead.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write these runs as a baseline instead.")] = None,
+    runs: Annotated[Path, typer.Argument(help="A folder of runs, or of several sweeps.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Fail (exit code 1) if a model and mode is worse than published, than one device alone, or than a baseline.
+    """Fail (exit code 1) if a model and mode is worse than published, or than one device alone.
 
-    Without --baseline, quality is compared with the published figure, with one device alone (or PyTorch's DDP at the
-    same batch), and at equal time; packed results also with their checksums. Runs of less than a tenth of their
-    recipe's epochs are "short": their quality is not checked. With --baseline, quality and efficiency are compared with
-    those of other runs.
+    Quality is compared with the published figure, with one device alone (or PyTorch's DDP at the same batch), and at
+    equal time; published files also with their checksums. Runs of less than a tenth of their recipe's epochs are
+    "short": their quality is not checked.
 
-    Examples:
-
-      uneven bench check runs
-
-      uneven bench check runs --save baseline.json
-
-      uneven bench check runs --baseline baseline.json
+    Example: uneven bench check runs
     """
-    from uneven.bench.report.check import check_baseline, write_baseline
-
-    if baseline is not None and save is not None:
-        raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")
-    if save is not None:
-        write_baseline(runs, save)
-        print(f"wrote {save}", file=sys.stderr)
-        if as_json:
-            print_json(Checked([], baseline=str(save)))
-        return
-    if baseline is None:
-        _check_references(runs, as_json)
-        return
-    faults = check_baseline(runs, baseline)
-    if as_json:
-        print_json(Checked(faults))
-    elif not faults:
-        print("no worse than the baseline")
-    if faults:
-        raise RankError("worse than the baseline:\n" + "\n".join(f"  {fault}" for fault in faults))
-
-
-def _check_references(runs: Path, as_json: bool) -> None:
-    """Every mode against what was published and one device alone, as a table; of several sweeps one each."""
     from uneven.bench.report.check import compare_with_references
     from uneven.bench.single.folders import sweeps_in
 

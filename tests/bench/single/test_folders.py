@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.folders import make_run
-from uneven.bench.report.pack import pack
+from tests.bench.folders import make_run, publish
 from uneven.bench.single.folders import (
     FAILURE,
     BrokenRun,
@@ -49,7 +48,7 @@ def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
 def test_a_sweep_whose_record_or_runs_are_gone_is_still_one_of_its_folder(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         make_run(tmp_path / "runs" / name, "lenet", "solo-0", 0, 0.98)
-        pack(tmp_path / "runs" / name, tmp_path / "all" / name)
+        publish(tmp_path / "runs" / name, tmp_path / "all" / name)
     (tmp_path / "all" / "begun").mkdir()
     (tmp_path / "all" / "begun" / "sweep.json").write_text('{"commands": []}')
     (tmp_path / "all" / "two" / "sweep.json").unlink()

@@ -1,8 +1,9 @@
 """What is kept of a run's timeline: GPUs by NVML, and what the policy settled upon epoch by epoch."""
 
 import json
+from dataclasses import asdict
 
-from uneven.bench.single.run_times import MOST_ROUNDS, RunTimes, calibration_of
+from uneven.bench.single.run_times import RunTimes, calibration_of
 from uneven.timeline.record import STATES, Account, Event
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
@@ -42,12 +43,11 @@ def test_gpus_count_while_devices_train() -> None:
     times = RunTimes.of(Timeline([lane], [account], [], samples))
     assert times.gpus == {"gpu 0": [61.0, 1.0]}
     assert times.utilisation == {"0: cuda:0": 1.0}
-    assert RunTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
+    assert RunTimes.from_json(json.loads(json.dumps(asdict(times)))) == times
 
 
-def test_of_many_rounds_some_are_kept_and_all_are_in_the_means() -> None:
+def test_the_mean_of_a_round_is_over_all_of_them() -> None:
     events = [event("round", round=n, transfer_ms=2.0 * n, wait_ms=1.0) for n in range(1001)]
     account = Account(0, dict.fromkeys(STATES, 0.0) | {"compute": 1.0})
     times = RunTimes.of(Timeline([Lane(0, "cpu", [("compute", 0, SECOND)])], [account], events, []))
     assert (times.rounds, times.communication_ms, times.wait_ms) == (1001, 1000.0, 1.0)
-    assert 50 < len(times.round_sample["round"]) <= MOST_ROUNDS

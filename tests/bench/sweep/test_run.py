@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.folders import make_run
+from tests.bench.folders import make_run, publish
 from uneven.bench.report.build import build_report
-from uneven.bench.report.pack import pack
 from uneven.bench.single.folders import FAILURE, read_equal_time
 from uneven.bench.single.process import Ended
 from uneven.bench.sweep import run as module
@@ -188,12 +187,11 @@ def test_a_failing_run_is_recorded_and_the_sweep_goes_on(machine: Machine) -> No
     assert "Traceback" in record["stderr"]
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_repeated_run_that_fails_is_not_hidden_by_the_older_one(machine: Machine, is_packed: bool) -> None:
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_repeated_run_that_fails_is_not_hidden_by_the_older_one(machine: Machine, is_published: bool) -> None:
     sweep(order(machine, seeds=1), quiet)
-    if is_packed:
-        pack(machine.out, machine.out.parent / "packed")
-        machine.out = machine.out.parent / "packed"
+    if is_published:
+        machine.out = publish(machine.out, machine.out.parent / "published")
     machine.fails = {"solo-0"}
     sweep(order(machine, seeds=1, is_forced=True), quiet)
     assert [run["reason"] for run in build_report(machine.out).failed] == ["rank 1 was killed"]
@@ -288,11 +286,10 @@ def test_runs_at_equal_time_need_those_that_they_are_held_against(machine: Machi
     assert alone.done == ["lenet cpu-async seed 0 at equal time"], "the single device of an earlier sweep"
 
 
-def test_a_sweep_goes_on_from_packed_results(machine: Machine) -> None:
-    """Where machines come and go, the runs are gone with them and the packed files are what is left."""
+def test_a_sweep_goes_on_from_published_files(machine: Machine) -> None:
+    """Where machines come and go, the runs are gone with them and the published files are what is left."""
     sweep(order(machine, seeds=1, has_efficiency=True), quiet)
-    results = machine.out.with_name("results")
-    pack(machine.out, results)
+    results = publish(machine.out, machine.out.with_name("results"))
     again = sweep(order(machine, out=results, has_efficiency=True), quiet)
     assert again.kept == ["lenet solo-0 seed 0", "lenet cpu-async seed 0", "lenet cpu-async efficiency"]
     assert again.done == ["lenet solo-0 seed 1", "lenet cpu-async seed 1"]

@@ -1,13 +1,13 @@
-"""`uneven bench check RUNS`: every model and mode against what was published, one device alone, or a baseline.
+"""`uneven bench check RUNS`: every model and mode against what was published, and against one device alone.
 
 Called by cli/bench_results.py. Quality is held at the end of the run, after as many samples as the reference, and at
 equal time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the
 local policies. Runs of less than a tenth of their recipe's epochs are there for their speed: after one epoch of fifty
-the order of two qualities says nothing about the fiftieth, so theirs is held against nothing. What was changed, added
-or taken away since the runs were packed is a fault, and so is a run whose own figures contradict each other.
+the order of two qualities says nothing about the fiftieth, so theirs is held against nothing. A published file that was
+changed or taken away is a fault, and so is a run whose own figures contradict each other.
 """
 
-import json
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,6 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.model_runs import (
     ModelRuns,
     at_time,
@@ -26,21 +25,18 @@ from uneven.bench.report.model_runs import (
     slack_of,
     unknown_models,
 )
-from uneven.bench.report.pack import changes
 from uneven.bench.single.folders import (
-    BrokenRun,
+    SWEEP,
     RunRecord,
     for_speed,
     nothing_found,
     read_efficiency,
     read_equal_time,
     read_runs,
-    write_file,
+    sweep_of,
 )
 from uneven.bench.single.modes import OWN_LOOP
-from uneven.bench.single.shape import Shape, fits, is_number, optional
-from uneven.bench.undisturbed import is_disturbed
-from uneven.errors import InputError
+from uneven.bench.single.shape import is_number
 from uneven.files import ABSENT, read_json
 
 NEAR = 1e-6  # of two figures that are computed from each other
@@ -52,8 +48,6 @@ SETTINGS = (
     *("data", "epochs", "eval_samples", "batch_size", "global_batch_size", "lr_scale"),
     *("devices", "precision", "compile"),
 )
-BASELINE_VERSION = 1
-SLACK = 0.03  # efficiency may fall by this much by chance
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
     made, unknown = read_equal_time(root), unknown_models(records)
     if len(unknown) == len(records):
         raise nothing_found(root)
-    faults = _faults_of_folder(root, broken)
+    faults = [*_changed_files(root, (*records, *made)), *(f"{run.folder}: {run.reason}" for run in broken)]
     faults += [f"{run.folder}: unknown model {run.model!r}" for run in unknown]
     found = []
     for runs in by_model(records, made):
@@ -95,8 +89,21 @@ def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
     return found, faults
 
 
-def _faults_of_folder(root: Path, broken: Sequence[BrokenRun]) -> list[str]:
-    return [*changes(root), *(f"{run.folder}: {run.reason}" for run in broken)]
+def _changed_files(root: Path, runs: Sequence[RunRecord]) -> list[str]:
+    """Published files that are not what sweep.json has the checksum of; finds mistakes, and is no signature."""
+    sweep = sweep_of(root)
+    record = read_json(sweep / SWEEP)
+    checksums = record.get("files") if isinstance(record, dict) else None
+    if not isinstance(checksums, dict):
+        is_published = any(run.packed is not None for run in runs)
+        return [f"{SWEEP}: has no checksums of the published files beside it"] if is_published else []
+    faults = []
+    for name, checksum in checksums.items():
+        if not (sweep / name).is_file():
+            faults.append(f"{name}: is missing, {SWEEP} has its checksum")
+        elif hashlib.sha256((sweep / name).read_bytes()).hexdigest() != checksum:
+            faults.append(f"{name}: was changed since it was published")
+    return faults
 
 
 def _judge(model: ModelRuns, mode: str) -> Judged:
@@ -229,8 +236,6 @@ def _contradictions(run: RunRecord) -> list[str]:
 def _wrong_figures(run: RunRecord) -> Iterator[str]:
     summary = run.summary
     samples, total_s = summary["samples"], summary["train_seconds"]
-    if run.is_changed:
-        yield "was changed since it was packed; pack the runs again"
     speed = samples / total_s if total_s else 0.0
     if abs(speed - summary["samples_per_s"]) > NEAR * speed:
         yield f"{samples} samples in {total_s:.3f} s are not {summary['samples_per_s']:.1f} a second"
@@ -278,70 +283,3 @@ def _wrong_pairs(runs: Sequence[RunRecord]) -> list[str]:
         f"efficiency: {stated[0]:.4g} +- {stated[1]:.4g} of {stated[2]} pairs, but {len(ratios)} ratios have a mean of "
         f"{mean:.4g} +- {half:.4g}"
     ]
-
-
-def _baseline_of(root: Path) -> dict[str, Any]:
-    """Quality and efficiency per model and mode, for `check_baseline` to compare later runs with."""
-    records, _ = read_runs(root)
-    if not records:
-        raise nothing_found(root)
-    return {
-        f"{runs.recipe.name} {mode}": {"quality": [run.quality for run in some], "efficiency": _efficiency(some)}
-        for runs in by_model(records)
-        for mode, some in runs.by_mode.items()
-    }
-
-
-def _efficiency(runs: Sequence[RunRecord]) -> list[float] | None:
-    """Figure and half-width by pairs; None if they were not measured, or disturbed."""
-    paired = read_efficiency(runs)
-    if paired is None or is_disturbed(paired):
-        return None
-    return [float(paired["efficiency"]), float(paired["half_width"])]
-
-
-def write_baseline(root: Path, path: Path) -> None:
-    """MachineError if the file cannot be written."""
-    write_file(
-        path, json.dumps({"version": BASELINE_VERSION, "rows": dict(sorted(_baseline_of(root).items()))}, indent=1)
-    )
-
-
-def check_baseline(root: Path, baseline: Path) -> list[str]:
-    """One sentence for each figure that is worse than the baseline, and for each run that does not count.
-
-    Quality fails if it is worse by more than the margin and chance (better never fails). Efficiency, if both measured
-    it by pairs, fails if it fell by more than the slack and both intervals.
-    """
-    saved = read_json(baseline)
-    rows = saved.get("rows") if isinstance(saved, dict) and saved.get("version") == BASELINE_VERSION else None
-    if not rows or not isinstance(rows, dict) or not all(_is_row(name, row) for name, row in rows.items()):
-        raise InputError(
-            f"{baseline} is no baseline of version {BASELINE_VERSION}: make one by "
-            f"'uneven bench check RUNS --save {baseline}'"
-        )
-    now = _baseline_of(root)
-    faults = _faults_of_folder(root, read_runs(root)[1])
-    for name, row in rows.items():
-        faults += _worse(name, row, now[name]) if name in now else [f"{name}: has no finished run"]
-    return faults
-
-
-def _is_row(name: str, row: Any) -> bool:
-    shape: Shape = {"quality": [is_number], "efficiency": optional([is_number])}
-    has_figures = fits(row, shape) and len(row["quality"]) > 0 and len(row.get("efficiency") or (0.0, 0.0)) == 2
-    return has_figures and name.split()[:1] in [[known] for known in models.NAMES]
-
-
-def _worse(name: str, saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    recipe: Recipe = models.get(name.split()[0])
-    before, before_half = interval(saved["quality"])
-    after, after_half = interval(now["quality"])
-    slack = slack_of(recipe, before_half, after_half)
-    if is_worse(recipe, after, before, slack):
-        yield f"{name}: {recipe.metric} {after:.4g}, the baseline has {before:.4g} (allowed: {slack:.4g} worse)"
-    old, new = saved.get("efficiency"), now["efficiency"]
-    if old is not None and new is None:
-        yield f"{name}: efficiency was not measured, or disturbed; the baseline has {old[0]:.3f}"
-    elif old is not None and new[0] < old[0] - SLACK - math.hypot(old[1], new[1]):
-        yield f"{name}: efficiency {new[0]:.3f} +- {new[1]:.3f}, the baseline has {old[0]:.3f} +- {old[1]:.3f}"

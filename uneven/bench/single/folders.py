@@ -1,13 +1,12 @@
 """Reads runs, ROOT/MODEL/MODE/seed-S: finished ones as RunRecords, all others as BrokenRuns with a reason.
 
-A run is a folder, or the one file `seed-S.json` that report/pack.py makes of it to be published: everything that a
-report needs and no weights. Where both are there, the folder counts if a run has ended in it, finished or failed. Runs
+A run is a folder, or one published file `seed-S.json`, as in docs/results: everything that a report needs and no
+weights. Where both are there, the folder counts if a run has ended in it, finished or failed. Runs
 at equal time, which bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by
-comparisons and by sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or
+the check and by sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or
 damaged set of runs.
 """
 
-import hashlib
 import json
 import re
 import statistics
@@ -105,11 +104,6 @@ class RunRecord:
     def takes_turns(self) -> bool:
         """Its ranks compute one after the other on one GPU: such a run counts for quality only."""
         return takes_turns([parse_device(name) for name in self.summary["devices"]])
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a packed run is not what it was when it was packed."""
-        return self.packed is not None and self.packed.get("sha256") != digest(self.packed)
 
     def times(self) -> RunTimes | None:
         """How it spent its time; None where that is missing or cannot be read."""
@@ -228,8 +222,8 @@ def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
 def sweeps_in(root: Path) -> list[Path]:
     """The folder itself if it has runs, else the folders of runs in it; the folder itself also without any.
 
-    One without sweep.json counts, too: that of `uneven demo`, or a packed one whose missing file `uneven bench check`
-    reports.
+    One without sweep.json counts, too: that of `uneven demo`, or a published one whose missing file `uneven bench
+    check` reports.
     """
     if not root.is_dir() or _run_paths(root):
         return [root]
@@ -320,12 +314,6 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
     if (run.model, run.mode, f"seed-{run.seed}.json") != path.absolute().parts[-3:]:
         return BrokenRun(path, f"holds {run.model} {run.mode} seed {run.seed}: it was changed, copied or moved")
     return run
-
-
-def digest(packed: Mapping[str, Any]) -> str:
-    """Of a packed run or the record of a sweep, without its own entry."""
-    content = {key: value for key, value in packed.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _fault(summary: Any) -> str | None:

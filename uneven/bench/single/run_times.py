@@ -1,11 +1,11 @@
 """What a report needs of a run's timeline: how its time was spent, and how the policy settled, epoch by epoch.
 
-A timeline is megabytes and stays with its run; this is a few kilobytes, and is published with the results
-(report/pack.py). Both give the same report.
+A timeline is megabytes and stays with its run; this is a few kilobytes, and the published files of docs/results have
+it. Both give the same report.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from uneven.bench.single.shape import Shape, fits, is_number, is_whole, optional
@@ -14,7 +14,6 @@ from uneven.timeline.record import TRAINING, Account, Event
 from uneven.timeline.timeline import Timeline, rank_rounds
 
 OUTSIDE = "outside training"
-MOST_ROUNDS = 100  # that are kept of a run, evenly spread
 SHAPE: Shape = {
     "seconds": [{"*": is_number}],
     "utilisation": {"*": is_number},
@@ -31,7 +30,6 @@ SHAPE: Shape = {
             "shares": optional([is_number]),
         }
     ],
-    "round_sample": {"*": [is_number]},
 }
 
 
@@ -47,7 +45,6 @@ class RunTimes:
     wait_ms: float | None = None
     gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML: [mean percent, seconds below 5 percent]
     calibration: list[dict[str, Any]] = field(default_factory=list)  # per epoch: anchor, counts, shares, lr_scale
-    round_sample: dict[str, list[float]] = field(default_factory=dict)  # of some rounds, by field
 
     @classmethod
     def of(cls, timeline: Timeline) -> "RunTimes":
@@ -57,7 +54,6 @@ class RunTimes:
             for cause, seconds in causes.items():
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds
-        some = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
         return cls(
             seconds=[dict(account.seconds) for account in timeline.accounts],
             utilisation={f"{lane.rank}: {lane.device}": mean_utilisation(lane) for lane in timeline.lanes},
@@ -67,15 +63,6 @@ class RunTimes:
             wait_ms=sum(one.wait_ms for one in rounds) / len(rounds) if rounds else None,
             gpus=_gpus(timeline),
             calibration=calibration_of(timeline.events),
-            round_sample={
-                "round": [one.number for one in some],
-                "communication_ms": [round(one.cost_ms, 3) for one in some],
-                "wait_ms": [round(one.wait_ms, 3) for one in some],
-                "divergence": [round(one.divergence, 6) for one in some],
-                "steps_late": [one.steps_late for one in some],
-            }
-            if some
-            else {},
         )
 
     @property
@@ -88,13 +75,10 @@ class RunTimes:
         known = [entry["anchor"] for entry in self.calibration if "anchor" in entry]
         return float(known[-1]) if known else None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RunTimes":
-        """ValueError or TypeError where it is not what `to_json` makes."""
-        found = cls(**record)
+        """ValueError or TypeError where it is not what a published file has."""
+        found = cls(**{name: value for name, value in record.items() if name != "round_sample"})  # no report needs it
         is_right = fits(vars(found), SHAPE) and all("epoch" in entry for entry in found.calibration)
         if not is_right or not all(set(TRAINING) <= set(seconds) for seconds in found.seconds):
             raise ValueError("these are no times of a run")

@@ -17,7 +17,6 @@ from uneven.bench.single.folders import (
     SWEEP,
     BrokenRun,
     RunRecord,
-    digest,
     folder_of,
     read_run,
     read_runs,
@@ -167,10 +166,8 @@ def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
         "commands": commands,
         "skipped": {skip.mode: skip.reason for skip in skipped},
     }
-    if isinstance(before, dict) and "files" in before:  # packed runs, which stay as they are
-        is_whole = before.get("sha256") == digest(before)
+    if isinstance(before, dict) and "files" in before:  # checksums of published runs, which stay as they are
         record["files"] = before["files"]
-        record["sha256"] = digest(record) if is_whole else before.get("sha256")
     write_file(order.out / SWEEP, json.dumps(record, indent=1))
 
 
