@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from uneven.bench.single.run_times import RunTimes, calibration_of
+from uneven.bench.single.folders import RunTimes, calibration_of
 from uneven.timeline.record import STATES, Account, Event
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
