@@ -6,9 +6,10 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import scaling as module
-from uneven.bench.scaling import ScalingOrder, fit_alpha, measure_scaling, predict, write_scaling_page
+from uneven.bench.scaling import Measured, ScalingOrder, fit_alpha, fitted, measure_scaling, overhead_of, predict
 from uneven.bench.single.process import Ended
 from uneven.errors import InputError, MachineError, RankError
+from uneven.timeline.record import STATES, Account
 
 
 def test_the_law_is_found_from_points_that_follow_it() -> None:
@@ -16,6 +17,34 @@ def test_the_law_is_found_from_points_that_follow_it() -> None:
         assert fit_alpha([(n, predict(n, alpha)) for n in (1, 2, 4, 8)]) == pytest.approx(alpha, abs=1e-12)
     assert predict(4, 1.0) == 1.0
     assert fit_alpha([(1, 1.0)]) is None
+
+
+def account(rank: int, **seconds: float) -> Account:
+    return Account(rank, dict.fromkeys(STATES, 0.0) | seconds)
+
+
+def test_communication_over_computation_is_that_of_all_ranks() -> None:
+    ranks = [account(0, compute=8.0, communication=1.0, setup=9.0), account(1, compute=2.0, wait=1.0, data=3.0)]
+    assert overhead_of(ranks) == pytest.approx(0.2)
+    assert overhead_of([account(0, setup=3.0)]) is None
+
+
+def test_where_ranks_only_communicate_besides_the_timeline_tells_the_fitted_law() -> None:
+    """45 tokens/s alone and alpha 0.15: N ranks spend alpha (N - 1) beside computing."""
+    alpha = 0.15
+    runs = {n: [Measured(45.0 * predict(n, alpha), alpha * (n - 1))] for n in (1, 2, 3)}
+    found, points = fitted(runs, tokens=1)
+    assert found == pytest.approx(alpha)
+    assert [point.alpha for point in points[1:]] == pytest.approx([alpha, alpha])
+    assert [point.by_timeline for point in points[1:]] == pytest.approx([point.speedup for point in points[1:]])
+    assert [point.predicted for point in points] == pytest.approx([1.0, predict(2, alpha), predict(3, alpha)])
+    assert points[0].overhead is None, "one rank has nobody to talk to"
+
+
+def test_without_a_timeline_the_law_is_fitted_all_the_same() -> None:
+    _, points = fitted({1: [Measured(10.0, None)], 2: [Measured(16.0, None), Measured(18.0, 0.2)]}, tokens=1)
+    assert points[1].speedup == pytest.approx(1.7)
+    assert points[1].overhead == pytest.approx(0.2), "of the runs that have one"
 
 
 def order(**changes: Any) -> ScalingOrder:
@@ -47,7 +76,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     return asked
 
 
-def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, str]], tmp_path: Path) -> None:
+def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, str]]) -> None:
     found = measure_scaling(order(compiles=("off", "default")), lambda _: None)
     assert [given["--devices"] for given in machine[:4]] == ["cpu", "cpu,cpu", "cpu", "cpu,cpu"]
     assert [given["--mode"] for given in machine[:2]] == ["solo-0", "cpu-balanced"]
@@ -62,8 +91,6 @@ def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, st
     assert compiled.step_ms == pytest.approx(1000 / steps)
     assert compiled.break_even_steps == pytest.approx(3000 / (1000 / steps))
     assert plain.break_even_steps is None
-    write_scaling_page(found, "lenet", tmp_path / "scaling.html")
-    assert "N / (1 + 0.250 (N - 1))" in (tmp_path / "scaling.html").read_text()
 
 
 @pytest.mark.usefixtures("machine")

@@ -43,7 +43,6 @@ PARSED = {
     "uneven logs": "needs a run of this user",
     "uneven status last": "needs a run of this user",
     "uneven status k": "needs a run of this user",
-    "uneven bench scaling --runs": "needs runs of one, two and three machines",
     "uneven bench efficiency --model lenet --policy torch-ddp": "the first example measures the same way",
     "uneven bench strategies --nproc": "minutes",
     "uneven bench strategies --shares": "minutes",

@@ -32,7 +32,6 @@ def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_pat
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (("sweep", "--quick", "--full"), InputError, "choose one"),
         (("sweep", "--models", "lenett", "--dry-run"), InputError, "unknown model"),
         (("report", "nowhere"), InputError, "there is no folder nowhere"),
         (("report", "nowhere", "--out", "report.pdf"), InputError, "a report is .md or .html"),
@@ -40,8 +39,6 @@ def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_pat
         (("policies", "nowhere.py"), InputError, "there is no such file"),
         (("scaling", "--ranks", "two"), InputError, "must be numbers"),
         (("scaling", "--ranks", "2,4"), InputError, "with 1 among them"),
-        (("scaling", "--runs", "2=two"), InputError, "must have a run of 1 node"),
-        (("scaling", "--tokens", "128"), InputError, "belongs to --runs"),
     ],
 )
 def test_what_is_wrong_is_told(words: tuple[object, ...], error: type[Exception], message: str) -> None:

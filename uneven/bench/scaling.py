@@ -1,7 +1,7 @@
 """`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, a fitted law, and the cost of compiling.
 
-Called by cli/sweep.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only the number
-of ranks changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect scaling, 1 is no gain. The prediction
+Called by cli/scaling.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only their
+number changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect scaling, 1 is no gain. The prediction
 for N ranks is fitted to the other points, because a law with one parameter always matches the point it is fitted to.
 The numbers of ranks take turns within each repeat, so that drift of the machine favours none. Disturbed runs count only
 if there are no others; the point is then marked and not fitted, see [Note: disturbed figures] in undisturbed.py.
@@ -9,29 +9,22 @@ if there are no others; the point is then marked and not fitted, see [Note: dist
 A run's timeline tells alpha, too, without any other run: N ranks whose communication and waiting take r times as long
 as their computation are N / (1 + r) times as fast as one, so alpha is r / (N - 1). Where the fitted alpha is larger,
 more ranks cost something else than communication, such as memory bandwidth that they share.
-
-A run over machines is started on each of them, by `uneven run --nodes` or another launcher, so this command cannot make
-them itself: with `--runs` it reads the folders that they left under `out`, on the machine of rank 0.
 """
 
 import json
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.sets import WINDOW
-from uneven.bench.single.folders import RunRecord, read_run, read_timeline, write_file
+from uneven.bench.single.folders import RunRecord, read_run, read_timeline
 from uneven.bench.single.process import flags, run_uneven
-from uneven.bench.single.shape import is_number
 from uneven.config import RunConfig, settings_of
 from uneven.errors import InputError, MachineError, RankError
-from uneven.files import read_json
 from uneven.hardware.cores import available_cores
 from uneven.hardware.device import Device
 from uneven.hardware.preflight import check_device
@@ -93,7 +86,6 @@ class Scaling:
     alpha: float | None
     points: list[Point]
     cold_starts: list[ColdStart]
-    counted: str = "ranks"  # what `Point.ranks` counts: ranks of this machine, or nodes
     version: int = 1
 
 
@@ -128,14 +120,6 @@ def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scali
     measured = {ranks: [_measured(record) for record in records] for ranks, records in runs.items()}
     alpha, points = fitted(measured, tokens)
     return Scaling("samples" if tokens == 1 else "tokens", alpha, points, starts)
-
-
-def scaling_of_nodes(runs: str, tokens: int = 1) -> Scaling:
-    """The same of finished runs over machines: `runs` as in '1=one,2=two', `tokens` of a sample."""
-    unit = "samples" if tokens == 1 else "tokens"
-    measured = {n: [read_measured(folder, n) for folder in folders] for n, folders in parse_runs(runs).items()}
-    alpha, points = fitted(measured, tokens)
-    return Scaling(unit, alpha, points, [], counted="nodes")
 
 
 def _check(order: ScalingOrder) -> None:
@@ -203,44 +187,6 @@ def overhead_of(accounts: Sequence[Account]) -> float | None:
     return exchanged / computed if computed else None
 
 
-def parse_runs(text: str) -> dict[int, list[Path]]:
-    """The folders of each number of nodes, from '1=one,2=two,2=two-again'."""
-    found: dict[int, list[Path]] = {}
-    for word in text.split(","):
-        nodes, has_folder, folder = word.strip().partition("=")
-        if not has_folder or not nodes.isdecimal() or not int(nodes) or not folder:
-            raise InputError(
-                f"--runs {text!r}: {word.strip()!r} must be a number of nodes and a folder, as in 2=runs/two"
-            )
-        if any(Path(folder).resolve() == one.resolve() for known in found.values() for one in known):
-            raise InputError(f"--runs {text!r}: {folder} is there twice, and a run counts once")
-        found.setdefault(int(nodes), []).append(Path(folder))
-    if 1 not in found:
-        raise InputError(f"--runs {text!r} must have a run of 1 node: speed-ups are against it")
-    return dict(sorted(found.items()))
-
-
-def read_measured(folder: Path, nodes: int) -> Measured:
-    """What the run that was saved under `out` in this folder has measured.
-
-    InputError where it has not ended well, or was not on so many machines as far as its timeline tells.
-    """
-    state, timeline = read_json(folder / "state.json"), read_timeline(folder)
-    ends = state["history"][-1:] if isinstance(state, dict) and isinstance(state.get("history"), list) else []
-    if not ends or not state.get("finished"):
-        raise InputError(f"--runs: no finished run in {folder}: there must be a state.json, as fit(out=...) writes it")
-    end = ends[0] if isinstance(ends[0], dict) else {}
-    samples, seconds = end.get("samples", math.nan), end.get("train_seconds", math.nan)
-    if not is_number(samples) or not is_number(seconds) or not seconds > 0.0:
-        raise InputError(f"--runs: state.json in {folder} does not tell how many samples were trained in which time")
-    if timeline is None:
-        return Measured(samples / seconds, None)
-    if timeline.machines and len(timeline.machines) != nodes:
-        many = f"{len(timeline.machines)} machine{'s' * (len(timeline.machines) > 1)}"
-        raise InputError(f"--runs {nodes}={folder}: that run was on {many}, as its timeline tells")
-    return Measured(samples / seconds, overhead_of(timeline.accounts))
-
-
 def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     """One run in a fresh process, on the cores of so many ranks."""
     mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
@@ -282,36 +228,3 @@ def _cold_starts(runs: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
         first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
         rows.append(ColdStart(compile, before_s, first_ms, step_ms, even, record.is_disturbed))
     return rows
-
-
-def write_scaling_page(scaling: Scaling, title: str, path: Path) -> None:
-    """Write one self-contained page; MachineError if bokeh is missing or the file cannot be written."""
-    if find_spec("bokeh") is None:
-        raise MachineError("a plot needs bokeh, which is not installed: pip install 'uneven[pages]'")
-    from bokeh.embed import file_html
-    from bokeh.models.annotations import Whisker
-    from bokeh.models.sources import ColumnDataSource
-    from bokeh.plotting import figure
-    from bokeh.resources import INLINE
-
-    alone = scaling.points[0].per_s
-    ranks = [point.ranks for point in scaling.points]
-    chart = figure(title=title, width=760, height=460, x_axis_label=scaling.counted, y_axis_label="speed-up")
-    most = max(ranks)
-    steps = [1 + place * (most - 1) / 60 for place in range(61)]
-    chart.line(steps, steps, legend_label="perfect", color="#8C8C8C", line_dash="dashed")
-    if scaling.alpha is not None:
-        law = [predict(step, scaling.alpha) for step in steps]
-        chart.line(steps, law, legend_label=f"N / (1 + {scaling.alpha:.3f} (N - 1))", color="#D55E00", line_width=2)
-    halves = [0.0 if point.half_width == float("inf") else point.half_width / alone for point in scaling.points]
-    bars = ColumnDataSource(
-        {
-            "ranks": ranks,
-            "low": [point.speedup - half for point, half in zip(scaling.points, halves, strict=True)],
-            "high": [point.speedup + half for point, half in zip(scaling.points, halves, strict=True)],
-        }
-    )
-    chart.add_layout(Whisker(base="ranks", lower="low", upper="high", source=bars))
-    chart.scatter(ranks, [point.speedup for point in scaling.points], size=9, legend_label="measured", color="#0072B2")
-    chart.legend.location = "top_left"
-    write_file(path, file_html(chart, INLINE, title))

@@ -1,7 +1,6 @@
 """`uneven bench scaling`: throughput against the number of ranks."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,14 +25,6 @@ def scaling(
     compiles: Annotated[
         str | None, typer.Option(help="Also the cold start, as in off,default,graph.", show_default="none")
     ] = None,
-    runs: Annotated[
-        str | None,
-        typer.Option(
-            help="Finished runs of 1, 2, ... machines instead, as in 1=runs/one,2=runs/two.", show_default="none"
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --runs: tokens of a sample, for tokens/s.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="A page with the plot, as in scaling.html.")] = None,
     as_json: Json = False,
 ) -> None:
     """Samples/s of 1, 2, ... ranks and the law Speedup = N / (1 + alpha (N - 1)) that fits them.
@@ -44,17 +35,10 @@ def scaling(
 
       uneven bench scaling --model lenet --data mnist-mini --ranks 1,2
 
-      uneven bench scaling --model gpt-nano --samples 512 --compiles off,default --out scaling.html
-
-      uneven bench scaling --runs 1=runs/one,2=runs/two,3=runs/three
+      uneven bench scaling --model gpt-nano --samples 512 --compiles off,default
     """
-    from uneven.bench.scaling import ScalingOrder, measure_scaling, scaling_of_nodes
+    from uneven.bench.scaling import ScalingOrder, measure_scaling
 
-    if runs is None and tokens > 1:
-        raise InputError(f"--tokens {tokens} belongs to --runs: runs that this command makes know their tokens")
-    if runs is not None:
-        _show(scaling_of_nodes(runs, tokens), "machines", out, as_json)
-        return
     try:
         numbers = tuple(sorted({int(number) for number in ranks.split(",")}))
     except ValueError:
@@ -71,25 +55,17 @@ def scaling(
         compiles=tuple(compiles.split(",")) if compiles else (),
     )
     found = measure_scaling(order, lambda line: None if as_json else print(line, file=sys.stderr))
-    _show(found, f"{model}, {policy}", out, as_json)
-
-
-def _show(found: "Scaling", title: str, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
         _print(found)
-    if out is not None:
-        from uneven.bench.scaling import write_scaling_page
-
-        write_scaling_page(found, title, out)
 
 
 def _print(found: "Scaling") -> None:
     from uneven.bench.undisturbed import FOOTNOTE, mark
 
     console = new_console()
-    headings = (found.counted, f"{found.unit}/s", "speed-up", "predicted", "off by")
+    headings = ("ranks", f"{found.unit}/s", "speed-up", "predicted", "off by")
     table = new_table(*headings, "comm / compute", "alpha", "by timeline")
     for point in found.points:
         half = "" if point.half_width == float("inf") else f" +- {point.half_width:,.0f}"

@@ -50,7 +50,6 @@ def sweep(
     modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each mode; default: 5, 1 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="LeNet and gpt-nano, a few samples, one seed.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="All models with their own data and epochs (default).")] = False,
     devices: Annotated[str, typer.Option(help="Two or more, as in cuda:0,cuda:1.")] = "cpu,cpu@0.4",
     data: Annotated[str | None, typer.Option(help="In place of mnist, such as mnist-mini.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Train on the first N samples only.")] = None,
@@ -85,8 +84,6 @@ def sweep(
     """
     from uneven.bench.sweep.plan import SweepOrder
 
-    if quick and full:
-        raise InputError("--quick and --full: choose one")
     order = SweepOrder(
         models=_names(models, "--models"),
         modes=_names(modes, "--modes"),
