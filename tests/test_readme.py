@@ -95,7 +95,7 @@ def test_every_command_shown_is_understood(command: str) -> None:
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize(("page", "place"), [("settings.md", 1), ("checkpoints.md", 1)])
+@pytest.mark.parametrize(("page", "place"), [("own-loop.md", 0), ("checkpoints.md", 1)])
 def test_the_loops_that_other_pages_show_run(
     page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def _row(setting: Setting) -> str:
     else:
         default = f"`{setting.default!r}`".replace("'", '"')
     allowed = ", ".join(f'`"{word}"`' for word in setting.choices)
-    values = setting.allowed.split("one of ")[0] + (f"one of {allowed}" if allowed else "")
+    values = setting.allowed.split("one of ")[0] + allowed
     only = "" if setting.policies is None else f" Only with {' and '.join(setting.policies)}."
     is_plain = bool in setting.members or str in setting.members or Path in setting.members
     values = "" if is_plain else f" Allowed: {values}."
