@@ -257,7 +257,6 @@ def test_heavy_packages_are_imported_only_where_needed(code: str, absent: tuple[
 BENCH = (
     *(
         "demo_page",
-        "demo_length",
         "demo",
         "policies",
         "chaos",

@@ -8,8 +8,8 @@ import pytest
 
 from tests.bench.demo_results import SPEEDS, make_results, summary
 from tests.bench.folders import make_timeline
-from uneven.bench.demo import DemoOrder, folder_of
-from uneven.bench.demo_page import demo_verdict, shown_mode, write_demo_page
+from uneven.bench.demo import DemoOrder, Results, folder_of
+from uneven.bench.demo_page import demo_verdict, read_timelines, shown_mode, write_demo_page
 
 pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
 
@@ -24,10 +24,16 @@ def order_in(folder: Path, *modes: str) -> DemoOrder:
     return order
 
 
+def write(order: DemoOrder, results: Results) -> Path | None:
+    timelines = read_timelines(order, results)
+    return write_demo_page(order, results, timelines, demo_verdict(results, timelines))
+
+
 def test_the_page_shows_ddp_beside_ours_below_the_verdict(tmp_path: Path) -> None:
     order = order_in(tmp_path, "torch-ddp", "cpu-async")
     (folder_of(order, "cpu-async") / "timeline.html").write_text("a page")
-    path = write_demo_page(order, make_results(*SPEEDS))
+    path = write(order, make_results(*SPEEDS))
+    assert path is not None
     assert path == tmp_path / "demo.html"
     text = path.read_text()
     body = re.sub(r"<script\b.*?</script>", "", text.partition("<body>")[2], flags=re.DOTALL)
@@ -45,7 +51,7 @@ def test_modes_that_were_not_run_are_on_the_page_with_the_reason(tmp_path: Path)
     results.modes = (*results.modes, "cpu-cadence", "cpu-sync")
     results.skipped["cpu-cadence"] = "no time"
     results.shortened = "fewer digits"
-    path = write_demo_page(order_in(tmp_path, "torch-ddp", "cpu-async"), results)
+    path = write(order_in(tmp_path, "torch-ddp", "cpu-async"), results)
     assert path is not None
     text = path.read_text()
     assert "Not measured: cpu-cadence (no time)." in text
@@ -57,10 +63,10 @@ def test_no_verdict_is_made_of_disturbed_or_missing_runs(tmp_path: Path) -> None
     results = make_results("solo-0", "solo-1", "torch-ddp", "cpu-async")
     results.summaries["solo-1"] = summary("solo-1", 10.0) | {"is_disturbed": True}
     assert demo_verdict(results, {}).owned is None
-    assert demo_verdict(results, {}).sentence.startswith("No verdict. Disturbed: solo-1")
+    assert demo_verdict(results, {}).sentence.startswith("No verdict: other programs disturbed solo-1")
     assert "none of the policies" in demo_verdict(make_results("solo-0", "solo-1"), {}).sentence
     alone = demo_verdict(make_results("cpu-async"), {})
     assert "how fast each device is alone is not known" in alone.sentence
     assert shown_mode(make_results("cpu-balanced", "cpu-sync")) == "cpu-balanced"
-    assert write_demo_page(order_in(tmp_path), make_results("solo-0")) is None
+    assert write(order_in(tmp_path), make_results("solo-0")) is None
     assert list(tmp_path.iterdir()) == []

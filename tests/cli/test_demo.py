@@ -65,18 +65,15 @@ def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type
     code, out, err = uneven("--out", "some/where")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[1] == "mode accuracy time speed-up efficiency share cpu : cpu@0.4"
+    assert lines[0] == "mode accuracy time speed-up efficiency share cpu : cpu@0.4"
     assert "solo-1 97.12 % 30.0 s 0.40x ~29 % 0 : 100 %" in lines
     assert "torch-ddp 97.12 % 15.6 s 0.77x ~55 % 72 : 28 %" in lines
     assert "cpu-async 97.12 % 8.7 s 1.37x ~98 % 72 : 28 %" in lines
-    assert (
-        "Together (cpu-async) 1.37x your fast device, ~98 % of what you own; "
-        "ordinary DDP could reach at most 0.80x (here it did 0.77x)." in lines
-    )
+    assert any("cpu-async gave 3,430 of the 3,500 samples/s that you own (98 %)" in line for line in lines)
     assert lines[-2] == "trained states, metrics and timelines: some/where"
-    table = out[: out.index("Together")]
+    table = out[: out.index("cpu-async gave")]
     assert all(len(line) <= 80 for line in table.splitlines())
-    assert err.splitlines()[0] == "LeNet on the digits inside the package, 3 epochs, 7 modes on cpu,cpu@0.4"
+    assert err.splitlines()[0] == "LeNet on the digits inside the package, 7 modes on cpu,cpu@0.4"
     assert err.splitlines()[-1] == "7/7 cpu-sync: 97.12 % right, 15.4 s of training"
 
 
@@ -93,38 +90,31 @@ def test_disturbed_figures_are_marked_and_nothing_is_concluded_from_them(  # typ
     assert code == 0
     assert "15.6 s*" in out
     assert "* disturbed: other programs" in out
-    assert "Disturbed: torch-ddp (up to 27% of the CPU time stolen" in out
-    assert "here it did" not in out
+    assert "disturbed torch-ddp" in out
     assert "2/3 torch-ddp was disturbed by other programs: measured again" in err
     code, out, _ = uneven()
     assert code == 0
     assert "1.37x*" in out, "what is divided by a disturbed figure is disturbed"
-    assert "Together" not in out
-    assert "measured gap" not in out
+    assert "samples/s that you own" not in out
     found = json.loads(uneven("--json")[1])
     check_document("demo", found)
-    assert (found["sentence"], found["measured"], found["disturbed"]) == (None, None, ["solo-1", "torch-ddp"])
+    assert found["sentence"].startswith("No verdict")
+    assert found["disturbed"] == ["solo-1", "torch-ddp"]
     assert [row["is_disturbed"] for row in found["modes"]] == [False, True, True, False, False, False, False]
 
 
 def test_without_the_solos_nothing_is_compared(uneven) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = uneven("--modes", "solo-0, cpu-async")
     assert code == 0
-    assert "cpu-async" in out
-    assert "Together" not in out
+    assert "how fast each device is alone is not known" in out
     assert "speed-up" not in out
-    assert "~" not in out
 
 
 def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-untyped-def]
     uneven, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = demo.folder_of(demo.DemoOrder(out=tmp_path), "torch-ddp")
-
     def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "torch-ddp":
-            kept.mkdir(parents=True)
-            (kept / "state.json").write_text("{}")
             raise KeyboardInterrupt
         return fake_train(order, mode, limit_s)
 
@@ -132,8 +122,8 @@ def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-un
     code, out, err = uneven("--out", str(tmp_path), "--modes", "solo-0,solo-1,torch-ddp,cpu-async")
     assert code == 130
     assert "solo-1" in out
-    assert "interrupted; not finished: torch-ddp, cpu-async" in out
-    assert f"what torch-ddp had learned is in {kept}" in out
+    assert "Not measured: torch-ddp (the demo was ended before)" in out
+    assert "Not measured: cpu-async" in out
     assert "Traceback" not in err
 
 
@@ -145,7 +135,7 @@ def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.Mo
     code, out, _ = uneven("--modes", "cpu-async")
     assert code == 130
     assert "cpu-async" in out
-    assert "interrupted after the last mode" in out
+    assert "Not measured" not in out
 
 
 def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -170,8 +160,7 @@ def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytes
     monkeypatch.setattr(demo, "_train", train)
     code, out, err = uneven()
     assert code == 1
-    assert "Together (cpu-async) 1.37x" in out
-    assert "here it did" not in out
+    assert "cpu-async gave 3,430" in out
     assert err.splitlines()[-1] == "uneven: torch-ddp: rank 1 (cpu@0.4 on here) was killed"
 
 
@@ -193,11 +182,9 @@ def test_a_full_disk_ends_it_with_the_table_of_what_is_there(uneven, monkeypatch
     [
         (("--devices", "cpu"), ("'cpu'", "at least two", "uneven bench run")),
         (("--devices", "cpu,gpu"), ("'gpu'", "uneven devices")),
-        (("--modes", "solo-0,fast"), ("'fast'", "cpu-async", "uneven demo --help")),
+        (("--modes", "solo-0,fast"), ("'fast'", "cpu-async")),
         (("--modes", ""), ("''", "solo-0")),
-        (("--epochs", "0"), ("--epochs",)),
         (("--samples", "0"), ("--samples",)),
-        (("--seed", "-1"), ("--seed",)),
         (("--device", "cpu"), ("--devices",)),
     ],
 )
@@ -211,7 +198,7 @@ def test_wrong_input_is_refused_with_exit_code_two(uneven, arguments: tuple[str,
 def test_help_names_the_options_and_an_example(uneven) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = uneven("--help")
     assert code == 0
-    for word in ("--epochs", "--devices", "--modes", "--samples", "--seed", "--minutes", "--out", "--json"):
+    for word in ("--devices", "--modes", "--samples", "--minutes", "--out", "--json"):
         assert word in out
 
 
@@ -221,9 +208,7 @@ def _really(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_tiny_real_demo_is_one_json_object_and_nothing_else(tmp_path: Path) -> None:
-    done = _really(
-        "--epochs", "1", "--samples", "640", "--modes", "solo-0,cpu-async", "--json", "--no-repeat", cwd=tmp_path
-    )
+    done = _really("--samples", "640", "--modes", "solo-0,cpu-async", "--json", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == "" or gloo.WRITES
     found = json.loads(done.stdout)
@@ -232,7 +217,7 @@ def test_a_tiny_real_demo_is_one_json_object_and_nothing_else(tmp_path: Path) ->
     assert solo["shares"] == [1.0, 0.0]
     assert sum(joint["shares"]) == pytest.approx(1)
     assert all(row["seconds"] > 0 and row["speedup"] is None for row in found["modes"])
-    assert (found["sentence"], found["measured"], found["interrupted"]) == (None, None, False)
+    assert not found["interrupted"]
     assert (tmp_path / "runs" / "demo" / "lenet" / "cpu-async" / "seed-0" / "summary.json").exists()
 
 
@@ -248,6 +233,6 @@ def test_the_whole_demo_is_done_in_three_minutes_and_is_worth_it(tmp_path: Path)
     rows = {row["mode"]: row for row in found["modes"]}
     assert len(rows) == 7
     assert all(row["accuracy"] > 0.9 for row in rows.values())
-    assert found["sentence"].startswith("Together (")
+    assert found["sentence"].startswith("cpu-async gave ")
     for mode in ("cpu-balanced", "cpu-cadence", "cpu-async"):
         assert rows[mode]["speedup"] > 1.0 > rows["torch-ddp"]["speedup"], mode

@@ -1,37 +1,42 @@
-"""The demo: one small model in every mode on mismatched devices, compared in a table and summed up in a sentence.
+"""The demo: one small model in every mode on mismatched devices, each with so many digits that all modes have time.
 
-Called by cli/demo.py. Only `train_modes` trains; the table and the sentence are computed from the runs' summaries.
-Invariants: a figure that was not measured, or cannot be derived from measurements, is None; no conclusion is drawn from
-a disturbed run ([Note: disturbed figures] in undisturbed.py); the demo skips modes to stay within its time budget.
+Called by cli/demo.py; the verdict and the page are in demo_page.py. Only `train_modes` and `fit_length` train; rows and
+remarks are computed from the runs' summaries. Invariants: a figure that was not measured, or cannot be derived from
+measurements, is None; nothing is concluded from a disturbed run ([Note: disturbed figures] in undisturbed.py); a mode
+without a result is named with the reason.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from uneven.bench.single.modes import PAIR, resolve_mode, run_folder
-from uneven.bench.undisturbed import is_disturbed, mark
-from uneven.errors import InputError, RankError, StoppedError
+from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
+from uneven.errors import InputError, MachineError, RankError, StoppedError
+from uneven.format import format_count
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 from uneven.hardware.preflight import check_device
-from uneven.hardware.yardstick import Yardstick
 
 MODEL = "lenet"
 DATA = "mnist-mini"
+DIGITS = 10_000  # in the package
 METRIC = "accuracy"
+EPOCHS = 3
 REFERENCE = "torch-ddp"
 # Every machine has these. What the demo is about comes first: where the time ends early, the last ones are missing.
 OURS = ("cpu-async", "cpu-balanced", "cpu-cadence", "cpu-sync")
-EQUAL_BATCHES = (REFERENCE, "cpu-sync")
-IMPOSSIBLE = 1.05  # efficiency above this cannot be real: runs of some seconds differ by less than 5 % by chance
-FAR_OFF = 1.25  # ratio of measured to simulated gap: more than the inexactness of sleeping explains
 BUDGET_S = 240.0
 MODE_SHARE = 0.5  # the fraction of the remaining time that one mode may use, so that a slow one does not use all
+TRIED = 640  # digits on each device, to see how fast it is
+TRIED_SHARE = 0.1  # the part of the budget that one device may be tried for
+LEAST = 1_280  # digits in each epoch: before there are fewer, there are fewer epochs
+PLANNED = 0.8  # the part of the budget that is planned for: no estimate is exact, and a disturbed mode is repeated
+RANKS = 1.3  # times the first try for a start of ranks: like that, they load torch, and also meet
 MORE = "--minutes gives it more"
-NEXT = "run 'uneven demo --help'"
 
 Summary = Mapping[str, Any]  # of one run, as single/run.py writes it
 Train = Callable[["DemoOrder", str, float], Summary]  # order, mode, time limit in seconds
@@ -43,13 +48,11 @@ class DemoOrder:
 
     devices: str = PAIR
     modes: tuple[str, ...] | None = None
-    epochs: int = 3
+    epochs: int = EPOCHS
     samples: int | None = None  # train on this many digits only, for a quick look
-    seed: int = 0
     out: Path = Path("runs") / "demo"
     progress: str = "auto"
     budget_s: float = BUDGET_S
-    repeats: bool = True  # measure a disturbed mode again, if the budget allows it
 
 
 @dataclass(frozen=True)
@@ -67,28 +70,20 @@ class ModeRow:
     interference: dict[str, Any] | None = None
 
 
-class Finished(TypedDict):
-    """The modes that are finished."""
+class DemoDocument(TypedDict):
+    """What --json prints."""
 
     model: str
     data: str
     devices: list[str]
     modes: list[ModeRow]
-    measured: Yardstick | None  # by the speeds of the devices alone
-    sentence: str | None
-    doubt: str | None
+    sentence: str  # the verdict
     disturbed: list[str]
     failures: dict[str, str]  # mode: why
     skipped: dict[str, str]  # mode: why
     missing: list[str]
-
-
-class DemoDocument(Finished):
-    """What --json prints."""
-
     epochs: int
     samples: int | None
-    seed: int
     out: str
     notes: list[str]
     interrupted: bool
@@ -104,7 +99,7 @@ class Results:
     summaries: dict[str, Summary] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # mode -> why
     skipped: dict[str, str] = field(default_factory=dict)  # mode -> why the budget did not allow it
-    shortened: str | None = None  # why each mode trains fewer digits than were asked for (demo_length.py)
+    shortened: str | None = None  # why each mode trains fewer digits than were asked for
 
     @property
     def alone(self) -> tuple[float, ...] | None:
@@ -135,75 +130,28 @@ class Results:
         alone = self.alone
         return [_row(summary, len(self.devices), alone) for summary in self.summaries.values()]
 
-    @property
-    def sentence(self) -> str | None:
-        """The conclusion; needs every device alone and one of our policies, all of them undisturbed."""
-        alone = self.undisturbed_alone
-        clean = {mode: run["samples_per_s"] for mode, run in self.summaries.items() if not is_disturbed(run)}
-        speeds = {mode: clean[mode] for mode in OURS if mode in clean}
-        if alone is None or not speeds:
-            return None
-        best = max(speeds, key=lambda mode: speeds[mode])
-        fastest, total = max(alone), sum(alone)
-        text = (
-            f"Together ({best}) {speeds[best] / fastest:.2f}x your fast device, "
-            f"~{100 * speeds[best] / total:.0f} % of what you own; "
-            f"ordinary DDP could reach at most {Yardstick.of(alone).ddp_over_fast:.2f}x"
-        )
-        if REFERENCE in clean:
-            text += f" (here it did {clean[REFERENCE] / fastest:.2f}x)"
-        return text + "."
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and cells, of the terminal and of the page."""
+        is_compared, is_marked = self.alone is not None, self.undisturbed_alone is None
+        compared = ["speed-up", "efficiency"] if is_compared else []
+        rows = []
+        for row in self.rows:
+            cells = [row.mode, f"{100 * row.accuracy:.2f} %", mark(f"{row.seconds:.1f} s", row.is_disturbed)]
+            if row.speedup is not None and row.efficiency is not None:
+                figures = (f"{row.speedup:.2f}x", f"~{100 * row.efficiency:.0f} %")
+                cells += [mark(figure, row.is_disturbed or is_marked) for figure in figures]
+            rows.append([*cells, f"{' : '.join(f'{100 * share:.0f}' for share in row.shares)} %"])
+        return ["mode", METRIC, "time", *compared, f"share {' : '.join(self.devices)}"], rows
 
-    @property
-    def caution(self) -> str | None:
-        """Names the disturbed modes; None if there are none."""
-        if not self.disturbed:
-            return None
-        reasons = {mode: self.summaries[mode].get("interference", {}) for mode in self.disturbed}
-        stolen = max((reason.get("stolen_share") or 0.0 for reason in reasons.values()), default=0.0)
-        foreign = max((reason.get("foreign_share") or 0.0 for reason in reasons.values()), default=0.0)
-        return (
-            f"Disturbed: {', '.join(self.disturbed)} (up to {stolen:.0%} of the CPU time stolen, {foreign:.0%} of the "
-            "cores used by other programs); nothing is concluded from these. Run it again on an idle machine."
+    def remarks(self) -> list[str]:
+        """What the table means, and what is missing in it."""
+        lines = [FOOTNOTE] if self.disturbed else []
+        lines.append(
+            "Time: of training alone. Speed-up: over the fast device alone. Efficiency: of the devices' speeds alone, "
+            "added up; ~ because the runs came one after the other."
         )
-
-    @property
-    def doubt(self) -> str | None:
-        """How undisturbed figures contradict each other, if they do: not all interference can be detected."""
-        alone = self.undisturbed_alone
-        if alone is None:
-            return None
-        efficiencies = {row.mode: row.efficiency or 0.0 for row in self.rows if not row.is_disturbed}
-        most, equal = max(efficiencies.values()), max(efficiencies.get(mode, 0.0) for mode in EQUAL_BATCHES)
-        bound = Yardstick.of(alone).ddp_bound
-        measured, simulated = (
-            Yardstick.of(alone).gap,
-            Yardstick.of([device.speed for device in parse_devices(self.devices)]).gap,
-        )
-        if most > IMPOSSIBLE:
-            what = f"~{100 * most:.0f} % of what you own cannot be"
-        elif equal > IMPOSSIBLE * bound:
-            what = f"equal batches reached ~{100 * equal:.0f} % of what you own where {100 * bound:.0f} % is the most"
-        elif not 1 / FAR_OFF < measured / simulated < FAR_OFF:
-            what = f"a gap of {measured:.2f} was measured where {simulated:.2f} is simulated"
-        else:
-            return None
-        return f"Doubtful: {what}. Other programs may have had the cores; run it again when the machine is idle."
-
-    def to_json(self) -> Finished:
-        return {
-            "model": MODEL,
-            "data": DATA,
-            "devices": list(self.devices),
-            "modes": self.rows,
-            "measured": None if self.undisturbed_alone is None else Yardstick.of(self.undisturbed_alone),
-            "sentence": self.sentence,
-            "doubt": self.doubt,
-            "disturbed": self.disturbed,
-            "failures": self.failures,
-            "skipped": self.skipped,
-            "missing": [mode for mode in self.modes if mode not in self.summaries],
-        }
+        lines += [f"Not measured: {mode} ({why})." for mode, why in self.not_run.items()]
+        return lines if self.shortened is None else [*lines, f"Shortened: {self.shortened}."]
 
 
 def check(order: DemoOrder) -> Results:
@@ -240,6 +188,61 @@ def threads(order: DemoOrder) -> int:
     return min(plan.threads) if plan.pinned else 0
 
 
+def fit_length(
+    order: DemoOrder,
+    results: Results,
+    train: Train | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> DemoOrder:
+    """The order with as many digits as all modes have time for, and the time left; `results.shortened` says so.
+
+    A few steps on each device alone tell its speed, and so about how long every mode takes. A demo without ours beside
+    PyTorch's DDP shows nothing, while fewer digits show the same speeds.
+    """
+    train = train or _train
+    digits = min(order.samples or DIGITS, DIGITS)
+    if digits <= LEAST:
+        return order
+    began_s = clock()
+    speeds, around_s = [], []  # samples/s of each device, and the seconds around its training
+    with tempfile.TemporaryDirectory(prefix="uneven-demo-") as folder:
+        short = replace(order, samples=TRIED, epochs=1, out=Path(folder), progress="off")
+        for place in range(len(results.devices)):
+            before_s = clock()
+            try:
+                summary = train(short, f"solo-{place}", TRIED_SHARE * order.budget_s)
+                speeds.append(float(summary["samples_per_s"]))
+                around_s.append(max(0.0, clock() - before_s - float(summary["train_seconds"])))
+            except StoppedError:
+                speeds.append(TRIED / (TRIED_SHARE * order.budget_s))
+                around_s.append(0.0)
+            except (RankError, InputError, MachineError):
+                return order  # its mode fails, too, and says why
+    left_s = order.budget_s - (clock() - began_s)
+    starts_s = sum(around_s[-1] if mode.startswith("solo-") else RANKS * around_s[0] for mode in results.modes)
+    per_sample_s = sum(_seconds_per_sample(mode, speeds) for mode in results.modes)
+    fitting = max(0, int((PLANNED * left_s - starts_s) / per_sample_s))
+    order = replace(order, budget_s=max(0.0, left_s))
+    if fitting >= order.epochs * digits:
+        return order
+    epochs = min(order.epochs, max(1, fitting // LEAST))
+    samples = min(digits, max(LEAST, fitting // epochs // TRIED * TRIED))
+    results.shortened = (
+        f"this machine is slow or busy: {samples:,} of {digits:,} digits and {epochs} of "
+        f"{format_count(order.epochs, 'epoch')} in each mode, so that all modes have time; --minutes gives them more"
+    )
+    return replace(order, samples=samples, epochs=epochs)
+
+
+def _seconds_per_sample(mode: str, speeds: Sequence[float]) -> float:
+    """Of one of all samples of a mode, by the speeds of the devices alone."""
+    if mode.startswith("solo-"):
+        return 1 / speeds[int(mode.removeprefix("solo-"))]
+    if mode in (REFERENCE, "cpu-sync"):
+        return 1 / (len(speeds) * min(speeds))
+    return 1 / sum(speeds)
+
+
 def train_modes(
     order: DemoOrder,
     results: Results,
@@ -268,7 +271,7 @@ def train_modes(
         try:
             summary = results.summaries[mode] = train(order, mode, limit_s)
             took_s = clock() - began_s
-            if order.repeats and is_disturbed(summary) and end_s - clock() >= (modes_left + 1) * took_s:
+            if is_disturbed(summary) and end_s - clock() >= (modes_left + 1) * took_s:
                 report(f"{place} was disturbed by other programs: measured again")
                 summary = results.summaries[mode] = train(order, mode, limit_s)
         except StoppedError:
@@ -286,7 +289,7 @@ def train_modes(
 
 
 def folder_of(order: DemoOrder, mode: str) -> Path:
-    return run_folder(order.out, MODEL, mode, order.seed)
+    return run_folder(order.out, MODEL, mode, 0)
 
 
 def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
@@ -303,7 +306,6 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
                 data=DATA,
                 epochs=order.epochs,
                 samples=order.samples,
-                seed=order.seed,
                 eval_every=order.epochs,
                 out=order.out,
                 progress=order.progress,
@@ -319,7 +321,7 @@ def _chosen(wanted: Sequence[str] | None, num_devices: int, devices: str) -> tup
         return allowed
     for mode in wanted:
         if mode not in allowed:
-            raise InputError(f"--modes: {mode!r} is none of {', '.join(allowed)} (on {devices}); {NEXT}")
+            raise InputError(f"--modes: {mode!r} is none of {', '.join(allowed)} (on {devices})")
         resolve_mode(mode, devices)
     return tuple(dict.fromkeys(wanted))
 

@@ -1,6 +1,7 @@
-"""The demo as a page: the verdict, PyTorch's DDP beside ours on one time axis, and all modes in a table.
+"""The demo's verdict, and its page: the verdict, PyTorch's DDP beside ours on one time axis, and all modes in a table.
 
-Called by cli/demo.py after the modes have run; needs bokeh (the extra `pages`). No verdict is made of disturbed runs.
+Called by cli/demo.py after the modes have run; the page needs bokeh (the extra `pages`). No verdict is made of
+disturbed runs.
 """
 
 from collections.abc import Mapping
@@ -8,24 +9,15 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from uneven.bench.demo import METRIC, OURS, REFERENCE, DemoOrder, ModeRow, Results, folder_of
+from uneven.bench.demo import OURS, REFERENCE, DemoOrder, ModeRow, Results, folder_of
 from uneven.bench.single.folders import read_timeline, write_file
-from uneven.bench.undisturbed import FOOTNOTE, mark
-from uneven.timeline.document import fit_table
-from uneven.timeline.record import Account
+from uneven.bench.undisturbed import mark
+from uneven.format import format_count
+from uneven.timeline.document import facts_html, fit_table, render_document, verdict_html
 from uneven.timeline.timeline import Timeline
 from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
 NAME = "demo.html"
-
-
-def write_demo_page(order: DemoOrder, results: Results) -> Path | None:
-    """The path of the page; None without bokeh, or if no run of several devices has a timeline."""
-    timelines = read_timelines(order, results)
-    if not timelines or find_spec("bokeh") is None:
-        return None
-    write_file(order.out / NAME, render_demo(order, results, timelines))
-    return order.out / NAME
 
 
 def read_timelines(order: DemoOrder, results: Results) -> dict[str, Timeline]:
@@ -41,29 +33,31 @@ def shown_mode(results: Results) -> str | None:
     return "cpu-async" if "cpu-async" in speeds else max(speeds, key=lambda mode: speeds[mode], default=None)
 
 
-def demo_verdict(results: Results, accounts: Mapping[str, list[Account]]) -> Verdict:
+def demo_verdict(results: Results, timelines: Mapping[str, Timeline]) -> Verdict:
     """Of the mode that is shown, against each device alone; a sentence alone where a run is missing or disturbed."""
     mode = shown_mode(results)
     alone = results.undisturbed_alone
-    if results.caution is not None and (alone is None or mode in results.disturbed):
-        return Verdict(f"No verdict. {results.caution}")
+    if results.disturbed and (alone is None or mode in results.disturbed):
+        names = ", ".join(results.disturbed)
+        return Verdict(f"No verdict: other programs disturbed {names}. Run it again on an idle machine.")
     if mode is None:
         return Verdict("No verdict: none of the policies has finished.")
-    speed, lost = results.summaries[mode]["samples_per_s"], {}
-    if alone is not None and len(accounts.get(mode, ())) == len(alone):
-        lost = lost_by_state(accounts[mode], alone)
-    return verdict(alone or (), speed, lost, MEASURED, mode)
+    accounts = timelines[mode].accounts if mode in timelines else []
+    is_known = alone is not None and len(accounts) == len(alone)
+    lost = lost_by_state(accounts, alone) if is_known and alone is not None else {}
+    return verdict(alone or (), results.summaries[mode]["samples_per_s"], lost, MEASURED, mode)
 
 
-def render_demo(order: DemoOrder, results: Results, timelines: Mapping[str, Timeline]) -> str:
-    from uneven.timeline.document import facts_html, render_document, verdict_html
-
-    found = demo_verdict(results, {mode: timeline.accounts for mode, timeline in timelines.items()})
+def write_demo_page(
+    order: DemoOrder, results: Results, timelines: Mapping[str, Timeline], found: Verdict
+) -> Path | None:
+    """The path of the page; None without bokeh, or if no run of several devices has a timeline."""
+    if not timelines or find_spec("bokeh") is None:
+        return None
     script, lanes = lanes_html(results, timelines)
-    samples = f"{order.samples:,} digits" if order.samples else "all digits"
     facts = {
         "model": "LeNet",
-        "data": f"{samples}, {order.epochs} epoch{'s' if order.epochs > 1 else ''}",
+        "data": f"{f'{order.samples:,}' if order.samples else 'all'} digits, {format_count(order.epochs, 'epoch')}",
         "devices": ", ".join(results.devices),
     }
     sections = [
@@ -71,7 +65,9 @@ def render_demo(order: DemoOrder, results: Results, timelines: Mapping[str, Time
         f"<section><h2>Every mode</h2>{_table(order, results)}</section>",
         f"<section><h2>About these runs</h2>{facts_html(facts)}</section>",
     ]
-    return render_document("uneven demo", verdict_html(found), "\n".join(sections), script)
+    page = render_document("uneven demo", verdict_html(found), "\n".join(sections), script)
+    write_file(order.out / NAME, page)
+    return order.out / NAME
 
 
 def lanes_html(results: Results, timelines: Mapping[str, Timeline]) -> tuple[str, str]:
@@ -97,22 +93,11 @@ def _heading(row: ModeRow, timeline: Timeline) -> str:
 
 
 def _table(order: DemoOrder, results: Results) -> str:
-    is_marked = results.undisturbed_alone is None
-    rows = []
-    for row in results.rows:
-        page = folder_of(order, row.mode) / "timeline.html"
-        name = escape(row.mode)
+    headings, rows = results.table()
+    for row in rows:
+        page = folder_of(order, row[0]) / "timeline.html"
+        row[0] = escape(row[0])
         if page.is_file():
-            name = f'<a href="{escape(str(page.relative_to(order.out)))}">{name}</a>'
-        cells = [f"{100 * row.accuracy:.2f} %", mark(f"{row.seconds:.1f} s", row.is_disturbed)]
-        if row.speedup is not None and row.efficiency is not None:
-            marked = row.is_disturbed or is_marked
-            cells += [mark(f"{row.speedup:.2f}x", marked), mark(f"~{100 * row.efficiency:.0f} %", marked)]
-        rows.append([name, *cells])
-    heads = ["mode", METRIC, "time", *(["speed-up", "efficiency"] if results.alone is not None else [])]
-    notes = [line for line in (results.sentence, results.doubt) if line is not None]
-    notes += [FOOTNOTE] if results.disturbed else []
-    notes += [f"Not measured: {mode} ({why})." for mode, why in results.not_run.items()]
-    notes += [] if results.shortened is None else [f"Shortened: {results.shortened}."]
-    notes.append("Speed-up: over the fast device alone. Efficiency: of the devices' speeds alone, added up.")
-    return fit_table(heads, rows, "modes") + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+            row[0] = f'<a href="{escape(str(page.relative_to(order.out)))}">{row[0]}</a>'
+    notes = "".join(f'<p class="note">{escape(line)}</p>' for line in results.remarks())
+    return fit_table(headings, rows, "modes") + notes
