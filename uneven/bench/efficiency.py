@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from rich.console import Console
-from rich.progress import Progress
-
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.single.run import Order, make_task
@@ -331,30 +328,14 @@ def _explanations(result: EfficiencyDocument) -> list[str]:
     return lines
 
 
-class PairsBar(Reporter):
-    """Progress of a measurement, from what rank 0 reports: a bar on a terminal, else a line for every tenth pair."""
+class PairsReporter(Reporter):
+    """Progress of a measurement, from what rank 0 reports: a line for every tenth pair."""
 
-    def __init__(self, style: str, expected: int) -> None:
-        super().__init__(style)
-        self._expected = expected
-        self._pairs = Progress(console=Console(stderr=True), disable=self.style != "bar")
-        self._task = self._pairs.add_task("pairs", total=expected)
-        self._shown_pairs = 0
+    _shown_pairs = 0
 
     def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
-        history = statuses[first].get("history", [])
-        if len(history) == self._shown_pairs:
-            return
-        last = history[-1]
-        mean, half = last["interval"]
-        if self.style == "bar":
-            self._pairs.start()
-            total, text = max(self._expected, last["pairs"]), f"pairs  efficiency {mean:.3f} +- {half:.3f}"
-            self._pairs.update(self._task, completed=last["pairs"], total=total, description=text)
-        elif last["pairs"] // 10 > self._shown_pairs // 10:
+        last = (statuses[first].get("history") or [{"pairs": 0}])[-1]
+        if last["pairs"] // 10 > self._shown_pairs // 10:
+            mean, half = last["interval"]
             self.say([f"{last['pairs']} pairs: efficiency {mean:.3f} +- {half:.3f}"])
-        self._shown_pairs = len(history)
-
-    def close(self) -> None:
-        self._pairs.stop()
-        super().close()
+        self._shown_pairs = last["pairs"]

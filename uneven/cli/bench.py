@@ -57,7 +57,6 @@ class ModelRow:
     metric: str
     published: float | None
     source: str | None  # of the published figure
-    variants: list[str]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ def list_models(as_json: Json = False) -> None:
             metric=one.metric,
             published=one.published.value if one.published else None,
             source=one.published.source if one.published else None,
-            variants=sorted(one.variants or {}),
         )
         for one in recipes
     ]
@@ -114,7 +112,6 @@ def run(
     mode: Mode = "solo-0",
     devices: Devices = None,
     data: options.Data = None,
-    variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Of all devices together; exact modes.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
@@ -153,7 +150,6 @@ def run(
         mode=mode,
         devices=devices,
         data=data,
-        variant=variant,
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         epochs=epochs,
@@ -204,7 +200,7 @@ def efficiency(
 
       uneven bench efficiency --model resnet-20 --policy async --devices cuda:0%60,cuda:0%24 --compile graph
     """
-    from uneven.bench.efficiency import EfficiencyOrder, PairsBar, measure_efficiency, sentences
+    from uneven.bench.efficiency import EfficiencyOrder, PairsReporter, measure_efficiency, sentences
 
     order = EfficiencyOrder(
         model=model,
@@ -221,7 +217,7 @@ def efficiency(
         half_width=half_width,
         against_ddp=against_ddp,
     )
-    reporter = PairsBar("off" if as_json else "auto", pairs)
+    reporter = PairsReporter("off" if as_json else "lines")
     try:
         result = measure_efficiency(order, reporter)
     finally:

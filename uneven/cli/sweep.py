@@ -118,10 +118,17 @@ def _run(order: "SweepOrder", is_quiet: bool) -> tuple["SweepOrder", "Outcome"]:
     from uneven.bench.sweep.run import provide
     from uneven.bench.sweep.run import sweep as run_sweep
 
+    def tell(line: str) -> None:
+        if not is_quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def tell_run(name: str, number: int, many: int, seconds: float) -> None:
+        left = f" about {seconds / number * (many - number) / 60:.0f} min left" if number else ""
+        tell(f"{number + 1}/{many} {name}{left}")
+
     try:
-        with SweepBar(is_quiet) as bar:
-            provide(order, bar.print_line)
-            return order, run_sweep(order, bar.show_run)
+        provide(order, tell)
+        return order, run_sweep(order, tell_run)
     except KeyboardInterrupt:
         say(f"stopped; finished runs are kept in {order.out}, the same command goes on")
         raise
@@ -229,35 +236,3 @@ def _names(text: str | None, option: str) -> tuple[str, ...] | None:
     if not found:
         raise InputError(f"{option} {text!r} has no name")
     return found
-
-
-class SweepBar:
-    """The sweep's progress with the time left, on a terminal as a bar, elsewhere a line per run."""
-
-    def __init__(self, is_quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, quiet=is_quiet)
-        left, name = TextColumn("{task.fields[left]}"), TextColumn("{task.description}")
-        is_off = not self._console.is_terminal
-        self._progress = Progress(BarColumn(), MofNCompleteColumn(), left, name, console=self._console, disable=is_off)
-        self._task = self._progress.add_task("", total=None, left="")
-
-    def __enter__(self) -> "SweepBar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def print_line(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def show_run(self, name: str, number: int, many: int, seconds: float) -> None:
-        """Called before each run."""
-        left = f"about {seconds / number * (many - number) / 60:.0f} min left" if number else ""
-        if self._console.is_terminal:
-            self._progress.update(self._task, completed=number, total=many, description=name, left=left)
-        else:
-            self._console.print(f"{number + 1}/{many} {name} {left}".rstrip())

@@ -62,7 +62,6 @@ def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
         ({"mode": "sync", "eval_every": 2}, ("--eval-every 2", "'sync'", "after training", "'cpu-sync'")),
         ({"mode": "sync", "compile": "graph"}, ("compile='graph'", "'default'")),
         ({"mode": "sync", "devices": "cpu,cuda:9"}, ("cuda:9", "uneven devices")),
-        ({"variant": "option-a"}, ("'option-a'", "it has none")),
         ({"samples": 0}, ("--samples 0", "at least 1")),
         ({"batch_size": 0}, ("batch_size=0", "at least 1")),
         ({"model": "resnet-20"}, ("cifar10", "mnist-mini")),

@@ -1,6 +1,6 @@
 """A recipe makes a benchmark model a fixed, comparable task; with the train and eval steps that recipes share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,4 +69,3 @@ class Recipe:
     eval_step: EvalStep = evaluate_classifier
     metric: str = "accuracy"  # the entry of eval_step's sums that measures quality
     higher_is_better: bool = True
-    variants: Mapping[str, Callable[[], nn.Module]] | None = None  # other models under the same recipe

@@ -1,7 +1,6 @@
 """ResNet-20 on CIFAR-10: depth, BatchNorm, augmentation, SGD with momentum; the benchmark's long run.
 
-Shortcuts across a stride are 1x1 convolutions (option B) by default; the paper's own are zero-padded
-identities without params (option A), the variant "option-a".
+Shortcuts across a stride are 1x1 convolutions (option B); the paper's own are zero-padded identities (option A).
 """
 
 import torch
@@ -17,23 +16,9 @@ def conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels, size, stride=stride, padding=size // 2, bias=False)
 
 
-class PaddedIdentity(nn.Module):
-    """Option A: every `stride`-th pixel, new channels zero."""
-
-    def __init__(self, new_channels: int, stride: int) -> None:
-        super().__init__()
-        self.new_channels = new_channels
-        self.stride = stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
-
-
-def shortcut(channels_in: int, channels: int, stride: int, option: str) -> nn.Module:
+def shortcut(channels_in: int, channels: int, stride: int) -> nn.Module:
     if stride == 1:
         return nn.Identity()
-    if option == "A":
-        return PaddedIdentity(channels - channels_in, stride)
     return nn.Sequential(conv(channels_in, channels, 1, stride), nn.BatchNorm2d(channels))
 
 
@@ -44,13 +29,13 @@ def initialise(model: nn.Module) -> None:
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, channels_in: int, channels: int, stride: int, option: str) -> None:
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = conv(channels_in, channels, 3, stride)
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = conv(channels, channels, 3, 1)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut = shortcut(channels_in, channels, stride, option)
+        self.shortcut = shortcut(channels_in, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
@@ -58,7 +43,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet20(nn.Module):
-    def __init__(self, option: str = "B") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv = conv(3, 16, 3, 1)
         self.bn = nn.BatchNorm2d(16)
@@ -66,7 +51,7 @@ class ResNet20(nn.Module):
         channels_in = 16
         for channels, first_stride in ((16, 1), (32, 2), (64, 2)):
             for stride in (first_stride, 1, 1):
-                blocks.append(BasicBlock(channels_in, channels, stride, option))
+                blocks.append(BasicBlock(channels_in, channels, stride))
                 channels_in = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(64, 10)
@@ -93,5 +78,4 @@ RECIPE = Recipe(
     make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
     make_scheduler=make_scheduler,
     published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)", worst=0.9125),
-    variants={"option-a": lambda: ResNet20("A")},
 )

@@ -17,7 +17,7 @@ def _pooled(x: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
-def _block(number: int, channels_in: int, channels: int, stride: int, option: str) -> FlowBuilder:
+def _block(number: int, channels_in: int, channels: int, stride: int) -> FlowBuilder:
     body = (
         FlowBuilder.from_(conv(channels_in, channels, 3, stride)).tag("conv1")
         .through(nn.BatchNorm2d(channels)).tag("bn1")
@@ -25,11 +25,11 @@ def _block(number: int, channels_in: int, channels: int, stride: int, option: st
         .through(conv(channels, channels, 3, 1)).tag("conv2")
         .through(nn.BatchNorm2d(channels)).tag("bn2")
     )  # fmt: skip
-    skip = FlowBuilder.from_(shortcut(channels_in, channels, stride, option)).tag("shortcut")
+    skip = FlowBuilder.from_(shortcut(channels_in, channels, stride)).tag("shortcut")
     return FlowBuilder(str(number)).also_with(skip, body).through(nn.ReLU())
 
 
-def make_graph(option: str = "B") -> Graph:
+def make_graph() -> Graph:
     flow = (
         FlowBuilder("resnet-20")
         .through(conv(3, 16, 3, 1)).tag("conv")
@@ -39,7 +39,7 @@ def make_graph(option: str = "B") -> Graph:
     blocks = FlowBuilder("blocks")
     channels_in = 16
     for number, (channels, stride) in enumerate([(16, 1)] * 3 + [(32, 2)] + [(32, 1)] * 2 + [(64, 2)] + [(64, 1)] * 2):
-        blocks.through(_block(number, channels_in, channels, stride, option))
+        blocks.through(_block(number, channels_in, channels, stride))
         channels_in = channels
     graph = flow.through(blocks).through(_pooled).through(nn.Linear(64, 10)).tag("head").build()
     initialise(graph)
@@ -51,5 +51,4 @@ RECIPE = replace(
     name="resnet-graph",
     title="ResNet-20 as a graph",
     make_model=make_graph,
-    variants={"option-a": lambda: make_graph("A")},
 )

@@ -52,7 +52,6 @@ class Order:
     mode: str = "solo-0"
     devices: str | None = None  # None: the mode's own
     data: str | None = None
-    variant: str | None = None
     batch_size: int | None = None
     global_batch_size: int | None = None  # of all devices together, in an exact mode
     epochs: int | None = None
@@ -115,7 +114,7 @@ def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
 def make_task(order: Order) -> Task:
     """The order's model, optimizer and loaded data; InputError if model and data do not fit each other."""
     recipe = models.get(order.model)
-    make_model = _model_of(recipe, order.variant)
+    make_model: Callable[..., Any] = recipe.make_model
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
     test = data.test if order.eval_samples is None else _first(data.test, order.eval_samples, "--eval-samples")
@@ -203,7 +202,6 @@ class Summary(TypedDict):
 
     version: int
     model: str
-    variant: str | None
     mode: str
     data: str
     devices: list[str]
@@ -251,7 +249,6 @@ def _summary(
     return {
         "version": SUMMARY_VERSION,
         "model": order.model,
-        "variant": order.variant,
         "mode": order.mode,
         "data": order.data or recipe.data,
         "devices": list(devices),
@@ -321,16 +318,6 @@ def _confined_to(cores: Sequence[int]) -> Iterator[None]:
     finally:
         pin(before)
         torch.set_num_threads(threads)
-
-
-def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:
-    if variant is None:
-        return recipe.make_model
-    known = recipe.variants or {}
-    if variant not in known:
-        allowed = ", ".join(known) or "none"
-        raise InputError(f"unknown variant {variant!r} of {recipe.name}: it has {allowed}")
-    return known[variant]
 
 
 def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
