@@ -38,17 +38,14 @@ HEAD = '''"""The settings as users type them: `Settings` for the keywords of `fi
 Written by tools/settings.py from the fields of RunConfig; edit those instead. Values are checked when the run starts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 from uneven.config.names import {literals}
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-T = TypeVar("T")
-B = TypeVar("B", bound="SettingMethods")
 
 
 class Settings(TypedDict, total=False):
@@ -58,34 +55,8 @@ class Settings(TypedDict, total=False):
 
 METHODS = '''
 
-class Method(Generic[T]):
-    """A method of a single setting, as in `builder.epochs(5)`: notes the value and returns the builder."""
-
-    def __init__(self, setting: str = "") -> None:
-        """`setting`: where it is not named like the method."""
-        self._setting = setting
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._setting = self._setting or name
-
-    def __get__(self, builder: B, owner: Any = None) -> Callable[[T], B]:
-        def note(value: T) -> B:
-            settings: dict[str, Any] = {self._setting: value}
-            return builder.settings(**settings)
-
-        return note
-
-
-class Switch(Method[bool]):
-    """As in `builder.verify()` or `builder.shuffle(False)`."""
-
-    def __get__(self, builder: B, owner: Any = None) -> Callable[..., B]:
-        note = super().__get__(builder, owner)
-        return lambda value=True: note(value)
-
-
 class SettingMethods:
-    """The builder's methods of single settings, as in `.batch_size(64).epochs(5)`; docs/settings.md describes each."""
+    """The builder's methods of single settings. Each notes its value and returns the builder."""
 
     def __init__(self) -> None:
         self._settings: Settings = {}
@@ -94,7 +65,6 @@ class SettingMethods:
         """Several settings at once, under the names of `fit`."""
         self._settings.update(settings)
         return self
-
 '''
 
 
@@ -126,10 +96,13 @@ def _names(setting: Setting) -> list[str]:
 
 
 def _method(setting: Setting, name: str) -> str:
-    alias = "" if name == setting.name else f'"{setting.name}"'
-    if setting.type is bool:
-        return f"    {name}: Switch = Switch({alias})\n"
-    return f"    {name}: Method[{type_text(setting.type)}] = Method({alias})\n"
+    default = " = True" if setting.type is bool else ""
+    about = setting.help if name == setting.name else f"The same as `{setting.name}`."
+    return (
+        f'\n    def {name}(self, {name}: {type_text(setting.type)}{default}) -> "Self":\n'
+        f'        """{about}"""\n'
+        f"        return self.settings({setting.name}={name})\n"
+    )
 
 
 def render_page(page: str) -> str:
