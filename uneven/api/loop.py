@@ -62,18 +62,16 @@ class Loop(LoopCalls):
         self._steps = BatchSteps()
         self.worker = worker = run.make_worker(replace(task, train_step=self._steps.take_loss, is_own_loop=True))
         self._log = EpochLog()
-        worker.events.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
-        self._iterated: int | None = None  # the epoch inside whose batches the user is
         self._skipped = 0  # epochs that were left out in part
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._resume = LoopResume(worker, self._log)
         self._recovery = LoopRecovery(worker, self._steps, self._log, self._resume)
+        worker.events.own_loop = self._recovery
         self._stream: Iterator[tuple[Part, Micros]] | None = None
         self._stream_of: Synchronizer | None = None  # whose parts are in it
         self._next_part: tuple[Part, Micros] | None = None  # from it, and not handed out
         self._was_interrupted = False  # where the run ends
-        worker.events.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
         self._iterators = 0  # iterators that `__iter__` has given
         self._is_completing = False
         self._open = ExitStack()
@@ -106,7 +104,7 @@ class Loop(LoopCalls):
     def is_between_epochs(self) -> bool:
         """Whether a signal may interrupt this process, alone and in code of the user's own: the state is whole here."""
         is_open = self._broken is None and not self._is_completing
-        return is_open and self._iterated is None and self.world_size == 1
+        return is_open and self._resume.iterated is None and self.world_size == 1
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
@@ -115,7 +113,7 @@ class Loop(LoopCalls):
         self._check_usable()
         worker = self.worker
         due = self._synchronizer.epoch
-        if self._iterated is not None:
+        if self._resume.iterated is not None:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
         if isinstance(epoch, int) and 0 <= epoch < self._resume.past_epochs:
             self._resume.begin(epoch)
@@ -158,7 +156,7 @@ class Loop(LoopCalls):
         changes nothing, and their loops end. The history and the log say how many samples were left out.
         """
         self._check_usable()
-        epoch = self._iterated
+        epoch = self._resume.iterated
         if epoch is None:
             raise InputError("ddp.skip_rest() belongs inside the loop over ddp.batches(epoch)")
         if self.worker.config.replay is not None or isinstance(self.worker.axis, StreamAxis):
@@ -173,7 +171,7 @@ class Loop(LoopCalls):
         if self._state is not None:
             return self._state
         self._check_usable()
-        if self._iterated is not None:
+        if self._resume.iterated is not None:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
         while (state := self._end()) is None:
             pass  # ranks were lost meanwhile: the others begin it again
@@ -219,7 +217,7 @@ class Loop(LoopCalls):
 
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
-        self._iterated = epoch
+        self._resume.iterated = epoch
         self._resume.begin(epoch)
         try:
             self._synchronizer.note_user_time(worker.recorder.clock() - self._user_since_ns)
@@ -264,7 +262,7 @@ class Loop(LoopCalls):
                 self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}", is_sent)
             return
         finally:
-            self._iterated = None
+            self._resume.iterated = None
         self._user_since_ns = worker.recorder.enter("user")  # what the user does between epochs is no training time
 
     def _run(self, action: Callable[[], Any]) -> None:
@@ -295,8 +293,8 @@ class Loop(LoopCalls):
         """The next part of this rank, from the feed of the present generation."""
         self._next_part = None
         self._recovery.check()
-        if self._iterated is not None and self._recovery.started < self._iterated:
-            self._recovery.start(self._iterated)
+        if self._resume.iterated is not None and self._recovery.started < self._resume.iterated:
+            self._recovery.start(self._resume.iterated)
         synchronizer = self._synchronizer
         if self._stream is None or self._stream_of is not synchronizer:
             self._stream, self._stream_of = self.worker.engine.feed.stream(synchronizer.parts()), synchronizer
@@ -320,7 +318,7 @@ class Loop(LoopCalls):
                     self._take_result()
                 elif is_stopped:
                     self._complete(was_interrupted=True)
-                elif self._iterated is None:
+                elif self._resume.iterated is None:
                     self._user_since_ns = self.worker.recorder.enter("user")
                 return self._state is not None and self._was_interrupted
             except GroupLostError as error:

@@ -36,7 +36,6 @@ class LoopCalls:
     _resume: LoopResume
     _recovery: LoopRecovery
     _state: TrainedState | None
-    _iterated: int | None
     _is_stopped: bool
     _at_end: Resumed | None = None  # the last checkpoint of a run that was over before this process began
     _broken: str | None = None  # why no call is possible any more
@@ -157,11 +156,11 @@ class LoopCalls:
         if self._is_stopped:
             return
         self._check_usable()
-        if self._iterated is None and self._resume.counts("log"):
+        if self._resume.iterated is None and self._resume.counts("log"):
             self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0, self.worker.callbacks.metrics)
             self._log.keep()
-        elif self._iterated is not None and not self._steps.is_void:
-            self._log.add(self._iterated, values, float(self._steps.samples), self.worker.callbacks.metrics)
+        elif self._resume.iterated is not None and not self._steps.is_void:
+            self._log.add(self._resume.iterated, values, float(self._steps.samples), self.worker.callbacks.metrics)
 
     def scheduler_step(self, metric: Any = None) -> float:
         """Between epochs, on all ranks: feed an evaluated metric to the run's ReduceLROnPlateau; returns the metric.
@@ -172,7 +171,7 @@ class LoopCalls:
         if self._is_stopped:
             return float("nan") if metric is None else float(metric)
         self._check_usable()
-        if self._iterated is not None:
+        if self._resume.iterated is not None:
             self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
         if self._resume.is_past("scheduler_step"):
             self._resume.counts("scheduler_step")
@@ -211,7 +210,7 @@ class LoopCalls:
     def pause(self, what: str = "user code") -> Iterator[None]:
         """Around long work of your own inside an epoch, such as an evaluation: no training time, no deadline."""
         recorder = self.worker.recorder
-        if self._iterated is None or recorder.state == "user":  # between epochs all time is the user's already
+        if self._resume.iterated is None or recorder.state == "user":  # between epochs all time is the user's already
             yield
             return
         before = recorder.state

@@ -116,6 +116,7 @@ class LoopResume:
     def __init__(self, worker: Worker, log: EpochLog) -> None:
         self._worker = worker
         self._log = log
+        self.iterated: int | None = None  # the epoch inside whose batches the user is
         self.past_epochs = 0  # epochs that were done at the checkpoint
         self._is_after_calls = False  # the checkpoint was taken when the user's code after them had run
         self._done: Calls = {}  # made after the last of them, before the checkpoint
@@ -192,17 +193,21 @@ class LoopResume:
         is_code_due = not self._is_after_calls and trained == self.past_epochs > self._epoch + 1
         return trained - 1 if is_code_due else trained
 
-    def state_dict(self, is_between: bool) -> dict[str, Any]:
-        """For a checkpoint, as JSON; a collective. `is_between`: it is taken in the user's code between epochs."""
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON; a collective."""
         worker = self._worker
         assert worker.synchronizer is not None, "saved after round 0"
         self._log.collect(worker.group, worker.history)
         calls = gather_json(worker.group, self.calls)
-        return {"calls": calls, "log": self._log.state_dict(), "is_between": is_between}
+        return {
+            "calls": calls,
+            "log": self._log.state_dict(),
+            "is_between": self.iterated is None,
+        }  # in the user's code between epochs
 
 
 class LoopRecovery:
-    """How the loop goes on when a rank is lost, inside whichever call of ours the user is in.
+    """What a run asks of the user's loop; and how it goes on when a rank is lost, inside whichever call the user is in.
 
     The user's code never sees the loss. A step that nobody who is left has applied is void: the call returns, the batch
     in the user's hands counts for nothing, and `batches` yields the samples of that step again, divided among the ranks
@@ -221,7 +226,12 @@ class LoopRecovery:
         self.calls: Calls = {}  # that the others had made since their last epoch, where this rank has joined them
         self.metrics = 0  # calls of scheduler_step that are done
         self.metric = 0.0  # the value of the last
-        worker.events.settle_loop = self._compare
+
+    def epoch_metrics(self, epoch: int) -> dict[str, float]:
+        return self._log.collect(self._worker.group, self._worker.history, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._resume.state_dict()
 
     @property
     def is_over(self) -> bool:
@@ -268,7 +278,7 @@ class LoopRecovery:
     def note_metric(self, value: float) -> None:
         self.metrics, self.metric = self.metrics + 1, value
 
-    def _compare(self, group: Group) -> None:
+    def compare(self, group: Group) -> None:
         """With the ranks that are left, while they settle: who is one call ahead, and what came of it. A collective.
 
         A second loss meanwhile does no harm: who has taken something over is as far as the one that had it.

@@ -6,10 +6,10 @@ twice.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,22 @@ class _Before:
     schedule: dict[str, Any] | None
 
 
+class OwnLoop(Protocol):
+    """A loop of the user's own, as far as a run asks it; each method is a collective."""
+
+    def epoch_metrics(self, epoch: int) -> dict[str, float]:
+        """What was logged in an epoch, for its entry of the history."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        ...
+
+    def compare(self, group: Group) -> None:
+        """With the ranks that are left after a loss: who is one call ahead, and what came of it."""
+        ...
+
+
 class RunEvents:
     """Life cycle: made with the worker; `use` when the group has formed, then `reach` per event.
 
@@ -69,9 +85,7 @@ class RunEvents:
         self._evaluator = Evaluator(engine, wishes.requests.stop)
         self._reported_notes = 0  # of the synchronizer
         self.synchronizer: Synchronizer | None = None
-        self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
-        self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
-        self.settle_loop: Callable[[Group], None] = lambda _: None  # likewise, with the ranks that are left
+        self.own_loop: OwnLoop | None = None  # where the user's own code trains
         # The history's last entry: (slots, training seconds) before and after it.
         self.span: Span = ((0, 0.0), (engine.trained, run.train_seconds))
         self.done = engine.trained  # all events up to this slot are over
@@ -218,8 +232,8 @@ class RunEvents:
             self.span = (self.span[1], (until, self._saves.train_seconds))
         before, (_, now_s) = self.span
         entry = _make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
-        if self.epoch_metrics is not None and step is None:
-            entry |= self.epoch_metrics(epoch)
+        if self.own_loop is not None and step is None:
+            entry |= self.own_loop.epoch_metrics(epoch)
         self.report_notes()
         evaluation = self._engine.task.evaluation
         metrics: dict[str, float] = {}
@@ -278,7 +292,8 @@ class RunEvents:
 
     def _save(self, folder: Path, cause: str) -> None:
         assert self.synchronizer is not None, "an epoch ends after round 0"
-        state = {"synchronizer": self.synchronizer.state_dict(), "loop": self.loop_state()}
+        loop = None if self.own_loop is None else self.own_loop.state_dict()
+        state = {"synchronizer": self.synchronizer.state_dict(), "loop": loop}
         ledger = self.synchronizer.ledger()
         self._saves.save(folder, cause, ledger, state, self._callbacks.state_dict(), self._callbacks.stopped)
         self._wishes.saved(self._recorder.clock())

@@ -233,7 +233,8 @@ class Settler:
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
         record = broadcast_json(group, self._record() if group.rank == source else None, source)
-        self._events.settle_loop(group)
+        if self._events.own_loop is not None:
+            self._events.own_loop.compare(group)
         kept = share_kept(group, settlement, run.kept) if record["has_kept"] else None
         if is_local:
             if settlement.has_newcomers:
