@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from uneven.api.builder import Builder
-from uneven.api.settings import Method, SettingMethods, Settings, Switch
+from uneven.api.settings import SettingMethods, Settings
 from uneven.cli import run as run_verb
 from uneven.cli.main import app
 from uneven.config import RunConfig, Setting, check_settings, resolve, settings_of
@@ -72,9 +72,10 @@ def test_the_keywords_of_fit_are_the_fields_with_their_types() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_builder_has_a_typed_method_for_every_setting(name: str) -> None:
     setting = NAMES[name]
-    is_switch = setting.type is bool
-    assert get_type_hints(SettingMethods)[name] == (Switch if is_switch else Method[input_type(setting)])
-    assert not is_switch or getattr(Builder(None, None, lambda *_: None), name)()._settings == {name: True}
+    method = getattr(SettingMethods, name)
+    _, parameter = inspect.signature(method).parameters.values()
+    assert (parameter.name, parameter.annotation) == (name, input_type(setting))
+    assert parameter.default is (True if setting.type is bool else inspect.Parameter.empty)
     builder = Builder(None, None, lambda *_: None)
     value: Any = object()
     assert getattr(builder, name)(value) is builder

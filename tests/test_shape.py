@@ -199,6 +199,13 @@ def test_files_of_tests_stay_small_and_those_that_start_first_are_there() -> Non
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
+def test_files_of_tests_do_not_import_each_other() -> None:
+    """What several of them need stands in a module beside them, or in a conftest."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        found = [name for name in imported_modules(path) if name.split(".")[0] == "tests"]
+        assert [name for name in found if any(part.startswith("test_") for part in name.split("."))] == [], path
+
+
 def programs_in(path: Path) -> Iterator[ast.Module]:
     """What a file of tests gives to other processes as text, as far as it is a whole program."""
     for node in nodes_of(path):

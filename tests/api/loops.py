@@ -142,3 +142,12 @@ def d_losses(g: nn.Module, d: nn.Module, real: Tensor, noise: Tensor) -> tuple[T
 
 def g_loss(g: nn.Module, d: nn.Module, noise: Tensor) -> Tensor:
     return F.softplus(-d(g(noise))).mean()
+
+
+def train_loop(size: int, **changes: Any) -> list[TrainedState]:
+    def rank(group: ThreadGroup) -> TrainedState:
+        with make_loop(group, **changes) as loop:
+            run_epochs(loop)
+        return loop.finish()  # once more: the same state
+
+    return on_threads(size, rank)

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.api.entries import assert_same_everywhere
 from tests.api.starts import HEAD, start
-from tests.api.test_entry_points import assert_same_everywhere
-from tests.api.test_entry_points import plain as plain
-from tests.api.test_entry_points import script as script
 from uneven import TrainedState
 
 pytestmark = pytest.mark.cuda

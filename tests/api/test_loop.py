@@ -12,21 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from tests.api.loops import DATA, SETTINGS, assert_equal, make_loop, on_ranks_catching, run_epochs
+from tests.api.loops import DATA, SETTINGS, assert_equal, make_loop, on_ranks_catching, run_epochs, train_loop
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.errors import RankError
-
-
-def train_loop(size: int, **changes: Any) -> list[TrainedState]:
-    def rank(group: ThreadGroup) -> TrainedState:
-        with make_loop(group, **changes) as loop:
-            run_epochs(loop)
-        return loop.finish()  # once more: the same state
-
-    return on_threads(size, rank)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

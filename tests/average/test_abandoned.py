@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.average.test_background import Side, on_ranks
-from tests.average.test_phases import gated
+from tests.average.phases import gated
+from tests.average.sides import Side, on_ranks
 from tests.ranks import ThreadGroup, on_threads
 from uneven.average.background import BackgroundAverage
 from uneven.comm.work import Work
@@ -149,8 +149,12 @@ def test_what_is_written_down_before_a_round_is_there_before_anybody_has_its_ave
     written: set[int] = set()
 
     def body(side: Side) -> None:
-        side.average.before_sending = lambda: written.add(side.rank)
-        side.round(1.0)
+        def row() -> list[float]:
+            written.add(side.rank)
+            return []
+
+        side.average.start(1.0, row)
+        side.average.finish(is_unchanged=True)
         assert written == {0, 1, 2}
 
     on_ranks(3, body)

@@ -1,58 +1,16 @@
 """The thread of a background average: its phases, its errors, its end."""
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import Any
+from contextlib import closing
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.average.test_background import Side
+from tests.average.phases import gated
+from tests.average.sides import Side
 from uneven.comm.group import SoloGroup
 from uneven.comm.work import Work
-
-
-class Gate:
-    """A collective that signals when a thread waits for it, and completes when the test sets an event."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(100)
-
-    def is_completed(self) -> bool:
-        return self.opened.is_set()
-
-
-class GatedGroup(SoloGroup):
-    """One rank alone whose sums each wait at a gate: the first is the head, the second the params."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = [Gate(), Gate(), Gate()]
-        self._passed = iter(self.gates)
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        return Work(next(self._passed), tensor, self.traffic)
-
-    def open(self) -> None:
-        for gate in self.gates:
-            gate.opened.set()
-
-
-@contextmanager
-def gated(**options: Any) -> Iterator[tuple[Side, GatedGroup]]:
-    group = GatedGroup()
-    with closing(Side(group, **options)) as side:
-        try:
-            yield side, group
-        finally:
-            group.open()
 
 
 def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.average.test_background import Side, on_ranks
-from tests.average.test_phases import gated
+from tests.average.phases import gated
+from tests.average.sides import Side, on_ranks
 from tests.ranks import ThreadGroup, on_threads
 from uneven.average.background import RoundResult
 from uneven.average.verify import judge, odd_ranks

@@ -9,21 +9,19 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from tests.bench.folders import make_run
+from tests.cli.examples import COMMANDS, SCRIPT, Verb
 from tests.results.checkpoints import write_checkpoint
 from uneven.cli import main as command_line
-from uneven.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-Verb = tuple[str, ...]
 # Lines that are parsed only: the beginning of the line, or a word anywhere in it, and why.
 PARSED = {
     "srun ": "needs Slurm",
@@ -70,29 +68,6 @@ SOAK = (
 )
 # What the line ends with here, where that is not 0.
 CODES = {"leave": (1,), "diagnose": (0, 3)}
-SCRIPT = """
-import sys
-import torch
-from uneven import fit
-
-x = torch.linspace(-1, 1, 64).unsqueeze(1)
-if __name__ == "__main__":
-    fit(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        step=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
-        dataset=torch.utils.data.TensorDataset(x, 3 * x),
-        batch_size=16,
-        epochs=2,
-    )
-"""
-
-
-def commands(command: Any, name: Verb = ()) -> Iterator[tuple[Verb, Any]]:
-    yield name, command
-    for child_name, child in getattr(command, "commands", {}).items():
-        if not child.hidden:
-            yield from commands(child, (*name, child_name))
 
 
 def example_lines(command: Any) -> list[str]:
@@ -106,7 +81,6 @@ def example_lines(command: Any) -> list[str]:
     return found
 
 
-COMMANDS = {name: command for name, command in commands(get_command(app)) if name}
 LINES = {line: name for name, command in COMMANDS.items() for line in example_lines(command)}
 
 

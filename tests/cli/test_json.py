@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.bench.folders import make_run
 from tests.cli.documents import JSON_PAGE, check_document
-from tests.cli.test_examples import COMMANDS, SCRIPT
+from tests.cli.examples import COMMANDS, SCRIPT
 from tests.results.checkpoints import write_checkpoint
 from uneven.cli.app import app
 from uneven.files import ABSENT, json_text

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import uneven
+from tests.install.builds import ANSWER
 from tests.install.fake_builds import CPU, CU126, FAKE_TORCH, add_build, make_wheel
 from uneven.errors import InputError, MachineError
 from uneven.hardware.gpus import Gpu, GpuReport
@@ -155,9 +156,6 @@ def test_an_installation_marks_its_folder_and_leaves_it_to_the_next() -> None:
     (builds.builds_folder() / "mine" / "file").touch()
     with pytest.raises(InputError, match="was not made by uneven"), builds.installing("mine"):
         pass
-
-
-ANSWER = '{"installed": true, "version": "2.13.0+cu126", "cuda": "12.6", "hip": null, "archs": ["sm_50"]}'
 
 
 def test_an_environment_says_itself_what_its_torch_is() -> None:

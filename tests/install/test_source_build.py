@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.install.test_builds import ANSWER
+from tests.install.builds import ANSWER
 from uneven.errors import InputError, MachineError
 from uneven.install import builds, source_build
 from uneven.install.source_build import choose_jobs, find_toolkits, parse_archs, plan_source_build, run_source_build

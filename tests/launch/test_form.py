@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_membership import MEMBERS, ROSTER, FakeGroup, await_truth, on_thread
+from tests.launch.memberships import MEMBERS, ROSTER, FakeGroup, await_truth, on_thread
 from uneven.comm.store import TCPStore, open_store, reach_store
 from uneven.errors import GroupLostError
 from uneven.launch import membership as membership_module

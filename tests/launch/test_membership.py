@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.launch.memberships import MEMBERS, ROSTER, FakeGroup, await_truth, on_thread
 from tests.ranks import Silent
 from uneven.comm.group import Group
 from uneven.comm.store import TCPStore, get_text, open_store, under
@@ -43,8 +44,6 @@ from uneven.launch.watch.generations import Generations
 from uneven.train.elastic.membership import Generation
 from uneven.train.rank_info import RankInfo
 
-MEMBERS = ("pc/cpu/a", "pc/cpu/b", "pc/cpu/c")
-ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu,cpu"))
 CONFIG = RunConfig(batch_size=4, epochs=1, devices="cpu,cpu,cpu", backend="gloo")
 
 
@@ -88,54 +87,10 @@ def launcher() -> Iterator[Launcher]:
     made.close()
 
 
-def on_thread(action: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin it; the returned function waits for its result, or raises its error."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(action())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(60)
-        assert not thread.is_alive(), "it hangs"
-        if errors:
-            raise errors[0]
-        return found[0]
-
-    return result
-
-
 def await_key(store: TCPStore, key: str) -> str:
     while (text := get_text(store, key)) is None:
         time.sleep(0.005)
     return text
-
-
-def await_truth(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.005)
-
-
-class FakeGroup:
-    """Remembers that it was given up."""
-
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
-        self.why, self.is_closed = "", False
-
-    def abort(self, why: str) -> None:
-        self.why = why
-        self.aborted.set()
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def test_a_new_generation_aborts_the_group_and_is_handed_to_whoever_waits(launcher: Launcher) -> None:

@@ -9,33 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.launch.small_runs import SAMPLES, make, make_optimizer, step
 from uneven import Callback, TrainedState, fit
 from uneven.errors import RankError
 
 KNOWN_S = 1.5
-SAMPLES = torch.randn(64, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(4, 1).double()
-
-
-# Powers of two: a captured step holds its learning rate in fp32.
-def make_optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1 / 16, momentum=0.9)
 
 
 OPTIMIZERS = {
     "momentum": make_optimizer,
     "adam": lambda params: torch.optim.Adam(params, lr=1 / 128),
 }
-
-
-def step(model: nn.Module, batch: Any) -> torch.Tensor:
-    return (model(batch) - batch.sin().sum(1, keepdim=True)).square().mean()
 
 
 class KillOnce(Callback):

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.step.graph_runs import make_data, train
-from tests.step.test_graph import assert_same
+from tests.step.graph_runs import assert_same, make_data, train
 from uneven import TensorData, TrainedState
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(120)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch.checks.test_resume import assert_equal, content, train
+from tests.launch.checks.saved_runs import assert_equal, content, train
 from uneven import Callback, CallbackInfo, EarlyStopping, TensorData, TrainedState
 from uneven.errors import MachineError
 

@@ -14,48 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.forked import ForkedPopen, run_forked
-from uneven import Ddp, InputError, MachineError, TensorData, TrainedState, fit
+from tests.launch.small_runs import X, Y, eval_step, make_net, momentum, train, train_step
+from uneven import Ddp, InputError, MachineError, TensorData, TrainedState
 from uneven.data.sample_order import permutation
 from uneven.launch.context import ProcessContext
 
 torch.manual_seed(0)
-X = torch.randn(100, 6)
-Y = (X.sum(1) > 0).long()
-
-
-def make_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
-
-
-def train_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def eval_step(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
-    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).sum()}, len(batch[1])
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def train(**changes: Any) -> TrainedState:
-    settings: dict[str, Any] = {
-        "model": make_net,
-        "optimizer": momentum,
-        "step": train_step,
-        "dataset": TensorData(X, Y),
-        "batch_size": 16,
-        "epochs": 3,
-        "devices": "cpu",
-        "seed": 7,
-        "progress": "off",
-    }
-    return fit(**{**settings, **changes})
 
 
 def equal(a: TrainedState, b: TrainedState) -> bool:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.step.graph_runs import make_data, train, train_step
-from tests.step.test_graph import assert_same
+from tests.step.graph_runs import assert_same, make_data, train, train_step
 from uneven import TensorData
 from uneven.data import feed
 from uneven.data.sample_order import sample_keys

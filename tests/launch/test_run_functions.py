@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launch.test_run import X, Y, eval_step, make_net, train, train_step
+from tests.launch.small_runs import X, Y, eval_step, make_net, train, train_step
 from uneven import Ddp, InputError, TensorData
 from uneven.data.loader_process import WorkerStart
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
+from tests.launch.small_runs import SAMPLES, make, make_optimizer, step
 from tests.timeline.synthetic import MS, lanes_of
 from uneven import TrainedState, fit
 from uneven.config import resolve

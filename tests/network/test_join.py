@@ -1,40 +1,17 @@
 """`uneven run --nodes` and `uneven join` on machines that are network namespaces."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
+from tests.network.joined_runs import SCRIPT, TOKEN, join, lead, listeners
 from tests.network.joined_script import BATCH, RANKS, train
-from tests.network.namespaces import ROOT, Machine, needs_namespaces, network
+from tests.network.namespaces import needs_namespaces, network
 from uneven.launch.control.history import ended_runs
 
 pytestmark = needs_namespaces
-SCRIPT = str(ROOT / "tests" / "network" / "joined_script.py")
-TOKEN = "a-token-of-the-tests"
-UNEVEN = ("-m", "uneven")
-
-
-def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path, is_forked: bool = False) -> "subprocess.Popen[str]":
-    env = {"UNEVEN_TOKEN": TOKEN}
-    start = machine.forked_python if is_forked else machine.python
-    return start(*UNEVEN, "run", "--nodes", nodes, "--port", "29400", *args, env=env, cwd=cwd)
-
-
-def join(
-    machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path, is_forked: bool = False
-) -> "subprocess.Popen[str]":
-    place = f"{leader.address or f'[{leader.address6}]'}:29400"
-    start = machine.forked_python if is_forked else machine.python
-    return start(*UNEVEN, "join", place, "--wait", "60", *args, env={"UNEVEN_TOKEN": token}, cwd=cwd)
-
-
-def listeners(machine: Machine) -> list[str]:
-    """The local addresses that something in the namespace listens on."""
-    lines = machine.output("ss", "-ltnH").splitlines()
-    return [line.split()[3] for line in lines]
 
 
 def read_results(folder: Path) -> list[dict[str, dict[str, object]]]:

@@ -4,34 +4,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.network.joined_runs import SCRIPT, assert_empty, end, join, lead, listeners, read_until
 from tests.network.namespaces import Machine, ip, needs_namespaces, network
-from tests.network.test_join import SCRIPT, join, lead, listeners
 
 pytestmark = [needs_namespaces, pytest.mark.soak]
 FOR_EVER = "100000"
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[list[Machine]]:
-    with network(tmp_path, 2, names="debian") as found:
-        yield found
-
-
-def read_until(process: "subprocess.Popen[str]", text: str) -> str:
-    """What it has printed up to the line with this text."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            break
-    assert text in "".join(lines), "".join(lines)
-    return "".join(lines)
 
 
 def train(
@@ -44,18 +25,6 @@ def train(
     node = join(second, first, SCRIPT, "--devices", "cpu", cwd=tmp_path)
     read_until(leader, "epoch 2/")
     return leader, node
-
-
-def end(process: "subprocess.Popen[str]", limit_s: float = 30.0) -> tuple[int, str]:
-    output = process.communicate(timeout=limit_s)[0]
-    return process.returncode, output
-
-
-def assert_empty(machines: list[Machine]) -> None:
-    end_s = time.monotonic() + 5.0
-    while time.monotonic() < end_s and any(machine.pids() for machine in machines):
-        time.sleep(0.1)
-    assert [machine.pids() for machine in machines] == [[] for _ in machines]
 
 
 def test_a_pulled_cable_ends_the_run_on_both_sides(machines: list[Machine], tmp_path: Path) -> None:

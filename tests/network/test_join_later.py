@@ -1,49 +1,13 @@
 """`uneven join` in the middle of a run, on machines that are network namespaces."""
 
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.network.joined_runs import ENDLESS, assert_empty, await_step, end, join, lead, read_until
 from tests.network.namespaces import needs_namespaces, network
-from tests.network.test_join import join, lead
-from tests.network.test_join_faults import assert_empty, end, read_until
 
 pytestmark = [needs_namespaces, pytest.mark.soak]
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-import torch
-from uneven import Callback, fit
-
-class StopWhenJoined(Callback):
-    def on_step(self, info):
-        if info.is_lead and Path("stop").exists():
-            info.stop("enough")
-        if not info.is_lead:
-            Path("stepped").touch()  # in this machine's own folder
-
-def step(model, batch):
-    time.sleep(0.005)
-    return model(batch).square().mean()
-
-state = fit(
-    model=lambda: torch.nn.Linear(4, 1).double(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), step=step,
-    dataset=torch.ones(32, 4).double(), batch_size=4, epochs=100000, policy=sys.argv[1], callbacks=[StopWhenJoined()],
-    out="run", save_every="1 s", keep_last=2,
-)
-print("trained", state.samples == sum(state.rank_samples), len(state.rank_samples), flush=True)
-"""
-
-
-def await_step(folder: Path) -> None:
-    """Until the machine with this folder has trained with the others: before, it could be told of the end of the run
-    instead."""
-    (folder / "stepped").unlink(missing_ok=True)
-    end_s = time.monotonic() + 60.0
-    while not (folder / "stepped").exists():
-        assert time.monotonic() < end_s, "it does not train"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
@@ -51,8 +15,8 @@ def test_a_machine_joins_in_the_middle_leaves_by_its_cable_and_comes_back(policy
     folders = [tmp_path / name for name in ("first", "second", "other")]
     for folder in folders:
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
-    (folders[2] / "train.py").write_text(SCRIPT.replace("lr=0.1", "lr=0.2"))
+        (folder / "train.py").write_text(ENDLESS)
+    (folders[2] / "train.py").write_text(ENDLESS.replace("lr=0.1", "lr=0.2"))
     with network(tmp_path, 2, names="debian") as machines:
         first, second = machines
         options = ("--wait", "0.5", "--devices", "cpu")

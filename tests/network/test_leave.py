@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.network.joined_runs import ENDLESS, UNEVEN, assert_empty, await_step, end, join, lead, read_until
 from tests.network.namespaces import Machine, needs_namespaces, network
-from tests.network.test_join import UNEVEN, join, lead
-from tests.network.test_join_faults import assert_empty, end, read_until
-from tests.network.test_join_later import SCRIPT, await_step
 
 pytestmark = [needs_namespaces, pytest.mark.soak]
 
@@ -24,7 +22,7 @@ def test_a_machine_leaves_by_command_and_by_signal_and_comes_back(policy: str, t
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(ENDLESS)
     with network(tmp_path, 2, names="debian") as machines:
         first, second = machines
         leader = lead(first, "--wait", "0.5", "--devices", "cpu", "train.py", policy, nodes="1-2", cwd=folders[0])

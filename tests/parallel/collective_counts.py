@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
-from tests.parallel import test_fsdp, test_tensor_parallel
+from tests.parallel import fsdp_nets, tensor_nets
 from uneven.comm.group import Group
 from uneven.config import STRATEGIES
 from uneven.parallel.catalog import make_strategy
@@ -25,16 +25,16 @@ def count_all(group: Group) -> dict[str, dict[str, int]]:
     found = {}
     shares = (5.0, 0.0, 2.0)[: group.world_size]
     for name in STRATEGIES:
-        model: nn.Module = test_fsdp.Tower() if name not in ("tensor", "sequence") else Planned()
-        found[name] = count(make_strategy(name, model, test_fsdp.make_adamw, group, shares))
+        model: nn.Module = fsdp_nets.Tower() if name not in ("tensor", "sequence") else Planned()
+        found[name] = count(make_strategy(name, model, fsdp_nets.make_adamw, group, shares))
     for name, wrap in WRAPS.items():
-        found[name] = count(wrap(test_fsdp.Tower(), test_fsdp.make_adamw, group))
+        found[name] = count(wrap(fsdp_nets.Tower(), fsdp_nets.make_adamw, group))
     return found
 
 
-class Planned(test_tensor_parallel.Gpt):
+class Planned(tensor_nets.Gpt):
     def tensor_plan(self) -> Any:
-        return test_tensor_parallel.PLAN
+        return tensor_nets.PLAN
 
 
 def count(strategy: Any) -> dict[str, int]:
@@ -50,7 +50,7 @@ def count(strategy: Any) -> dict[str, int]:
 
 def loss_of(model: nn.Module) -> Tensor:
     if isinstance(model, Planned):
-        tokens = test_tensor_parallel.tokens(0)
+        tokens = tensor_nets.tokens(0)
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    scores: Tensor = model(test_fsdp.batch(0))
+    scores: Tensor = model(fsdp_nets.batch(0))
     return scores.square().sum()

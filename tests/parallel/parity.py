@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.ranks import on_threads
 from uneven.comm.group import Group
+from uneven.parallel.ddp import DDPBucketed, DDPFlat
 from uneven.parallel.strategy import FullState, MakeOptimizer, Strategy
 from uneven.policy.apportion import apportion, cut_by
 
@@ -171,3 +172,11 @@ def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:
         left &= ~has[best]
         chosen.append(every[best])
     return chosen
+
+
+WRAPS: dict[str, Any] = {
+    "flat": DDPFlat,
+    "bucketed": DDPBucketed,
+    "bucketed, small": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=1e-4),
+    "bucketed, by param": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=0),
+}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.test_fsdp import Tower, batch, make_adamw
+from tests.parallel.fsdp_nets import Tower, batch, make_adamw
 from tests.ranks import ThreadGroup, on_threads
 from uneven.parallel.activations import Activations
 from uneven.parallel.ddp import DDPBucketed, Zero2

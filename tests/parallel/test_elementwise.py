@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from tests.parallel.parity import Net
-from tests.parallel.test_sharded_optimizer import assert_equal, step, trained
+from tests.parallel.parts import assert_equal, step, trained
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import SoloGroup
 from uneven.errors import InputError

@@ -6,8 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.parallel.parity import OPTIMIZERS, Case, Net, batches, loss_of
-from tests.parallel.test_strategies import WRAPS
+from tests.parallel.parity import OPTIMIZERS, WRAPS, Case, Net, batches, loss_of
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.parallel.strategy import FullState, Strategy

@@ -10,28 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.parallel.parity import Net
-from tests.parallel.test_sharded_optimizer import assert_equal, step
+from tests.parallel.parts import Counting, assert_equal, step
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import SoloGroup
 from uneven.errors import InputError
 from uneven.parallel import ShardedOptimizer
-
-
-class Counting(Optimizer):
-    """Counts its steps in the group and adds a key later, as schedule-free optimizers do; elementwise if it says so."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "weight": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for settings in self.param_groups:
-            settings["k"] += 1
-            settings["weight"] += settings["lr"] ** 2
-            settings["largest"] = max(settings.get("largest", 0.0), settings["lr"])
-            for param in settings["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * settings["lr"] / settings["k"] * (1 + settings["weight"]))
 
 
 class Elementwise(Counting):

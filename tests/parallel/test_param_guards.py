@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.test_parts import WRAPS, make_adamw
+from tests.parallel.parts import WRAPS, make_adamw
 from tests.parallel.tower import inputs, run, tower
 from tests.ranks import ThreadGroup, on_threads
 from uneven.errors import InputError

@@ -1,36 +1,19 @@
 """Strategies as parts: the optimizer before, with or after them, whole params and gradients under any of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
+from tests.parallel.parts import WRAPS, make_adamw
 from tests.parallel.tower import inputs, run, tower
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.torch_group import as_group
 from uneven.errors import InputError
-from uneven.parallel import FSDP, Columns, DDPBucketed, DDPFlat, MuonAdamW, Rows, Strategy, TensorParallel, Zero1, Zero2
+from uneven.parallel import FSDP, MuonAdamW, Strategy, TensorParallel
 from uneven.parallel.muon_adamw import ThreePhase
-
-PLAN = {"0": Columns(), "2": Rows()}
-Wrap = Callable[[nn.Module, Any, Group], Any]
-WRAPS: dict[str, Wrap] = {
-    "DDPFlat": DDPFlat,
-    "DDPBucketed": DDPBucketed,
-    "Zero1": lambda model, optimizer, group: Zero1(model, optimizer, group, shares=(3, 1)),
-    "Zero1, flat": lambda model, optimizer, group: Zero1(model, optimizer, group, flat=True),
-    "Zero2": lambda model, optimizer, group: Zero2(model, optimizer, group, shares=(1, 3)),
-    "FSDP": lambda model, optimizer, group: FSDP(model, optimizer, group, shares=(3, 1)),
-    "TensorParallel": lambda model, optimizer, group: TensorParallel(model, optimizer, group, plan=PLAN),
-}
-
-
-def make_adamw(params: Any) -> AdamW:
-    return AdamW(params, lr=0.01)
 
 
 def train(strategy: Strategy, group: Group, steps: range) -> dict[str, Tensor | None]:

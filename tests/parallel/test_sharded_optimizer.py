@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from tests.parallel.parity import STEPS, Case, Net, batches, loss_of
+from tests.parallel.parity import Net
+from tests.parallel.parts import assert_equal, step, trained
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.parallel.flat_shards import assign_tensors
@@ -22,25 +23,6 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda params: Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
 }
 both_cuts = pytest.mark.parametrize("by_tensors", [False, True])
-
-
-def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    """The same whole batch on every rank: gradients need no sum."""
-    loss_of(model, batches(Case(1))[number % STEPS][0], slice(None), 12).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def trained(make: Callable[[Any], Optimizer], steps: int = 2) -> tuple[nn.Module, Optimizer]:
-    model = Net("plain", 0)
-    optimizer = make(model.parameters())
-    for number in range(steps):
-        step(model, optimizer, number)
-    return model, optimizer
-
-
-def assert_equal(mine: Any, theirs: Any) -> None:
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 @both_cuts

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.parallel.parity import (
     KINDS,
     OPTIMIZERS,
+    WRAPS,
     Case,
     Net,
     all_pairs,
@@ -39,12 +40,6 @@ def sharded(make: MakeOptimizer, group: Group, shares: tuple[float, ...] | None,
     return lambda params: ShardedOptimizer(make(params), group, shares=own, by_tensors=by_tensors)
 
 
-WRAPS: dict[str, Any] = {
-    "flat": DDPFlat,
-    "bucketed": DDPBucketed,
-    "bucketed, small": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=1e-4),
-    "bucketed, by param": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=0),
-}
 for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, SHARES), (False, True)):
     WRAPS[f"{name}, sharded by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
         lambda model, make, group, kind=WRAPS[name], shares=shares, by_tensors=by_tensors: kind(

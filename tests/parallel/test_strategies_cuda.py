@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.parity import Case, Outcome, assert_same_state, train_dense, train_on
-from tests.parallel.test_strategies import WRAPS
-from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
+from tests.parallel.parity import WRAPS, Case, Outcome, assert_same_state, train_dense, train_on
+from tests.parallel.tensor_nets import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
 from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, loss_and_count
 from uneven import TensorData, fit

@@ -3,9 +3,8 @@
 import torch
 
 from tests.comm.machine_ranks import on_machines
-from tests.parallel.parity import Case, Outcome, assert_same_state, train_dense, train_on
-from tests.parallel.test_strategies import WRAPS
-from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
+from tests.parallel.parity import WRAPS, Case, Outcome, assert_same_state, train_dense, train_on
+from tests.parallel.tensor_nets import KINDS, NOISE, dense, train
 from uneven.comm.hierarchy import HierarchicalGroup
 from uneven.parallel.strategy import FullState
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.parallel import test_fsdp, test_parallel_page
+from tests.parallel import fsdp_nets
 from tests.parallel.collective_counts import count_all
 from tests.parallel.parity import (
+    WRAPS,
     Case,
     Outcome,
     assert_same_state,
     train_dense,
     train_on,
 )
-from tests.parallel.test_strategies import WRAPS
-from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
+from tests.parallel.tensor_nets import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
 from uneven.comm.group import Group
 from uneven.comm.torch_group import as_group
@@ -67,9 +67,9 @@ def everything(group: Group) -> Everything:
         [train_on(case, WRAPS[name], group) for case, name in CELLS],
         [train(group, kind, "sgd", True, (3, 1, 0)) for kind in KINDS],
         {name: train_on(EQUAL, wrap, group) for name, wrap in REFERENCES.items()},
-        test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group),
+        fsdp_nets.train(TorchFsdp(fsdp_nets.Tower(), fsdp_nets.make_adamw, group), group),
         count_all(as_group(None)),  # torch sees those of its own groups alone
-        test_parallel_page.run_in_groups(),
+        page_examples.run_in_groups(),
     )
 
 
@@ -110,7 +110,7 @@ def test_pytorchs_own_train_the_same(found: list[Everything]) -> None:
 def test_pytorchs_own_fsdp_trains_the_same(found: list[Everything]) -> None:
     """On blocks: it refuses params without a dimension, which the other model has."""
     for one in found:
-        torch.testing.assert_close(one.torchs_fsdp, test_fsdp.dense(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(one.torchs_fsdp, fsdp_nets.dense(), rtol=1e-10, atol=1e-12)
 
 
 def test_a_step_has_the_collectives_that_it_must_have(found: list[Everything]) -> None:
@@ -127,4 +127,4 @@ def test_the_examples_of_the_page_in_all_ranks_and_in_some(found: list[Everythin
     """A torch process group is taken as it is; in the sub-group of ranks 0 and 2 the global ranks are translated."""
     assert [list(one.examples) for one in found] == [["all", "some"], ["all"], ["all", "some"]]
     for one in found:
-        test_parallel_page.check_examples(one.examples)
+        page_examples.check_examples(one.examples)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.policy.test_exact import Cluster
+from tests.policy.clusters import Cluster
 from uneven.policy.calibrating import CUTS, REPEATS, Calibrating
 from uneven.policy.finish import Cost, equal_finish, finish_ms, fitted
 

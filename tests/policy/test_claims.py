@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.policy.clusters import ASYNC, clusters
 from tests.policy.simulation import Cluster, Simulation
-from tests.policy.test_slot_schedule import ASYNC, clusters
 from uneven.policy.claims import MIN_TRIP_MS, Claiming, typical_ms
 from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule

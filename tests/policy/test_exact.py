@@ -3,12 +3,12 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.policy.clusters import Cluster
 from uneven.policy.exact import PROBE_EVERY, Balanced, Fixed
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 
@@ -32,22 +32,6 @@ def test_fixed_shares_keep_the_ratio(ratio: list[int], samples: int) -> None:
 
 def test_five_to_two() -> None:
     assert Fixed((5.0, 2.0)).shares(0, 70) == (50, 20)
-
-
-@dataclass
-class Cluster:
-    """Ranks with true costs; the policy sees them only through noisy step times."""
-
-    costs: list[Cost]
-    jitter: float
-    rng: random.Random
-
-    def busy_ms(self, shares: tuple[int, ...]) -> list[float]:
-        spikes = [3.0 if self.rng.random() < 0.01 else 1.0 for _ in shares]
-        return [
-            cost.time_ms(share) * spike * (1 + self.rng.uniform(-self.jitter, self.jitter))
-            for cost, share, spike in zip(self.costs, shares, spikes, strict=True)
-        ]
 
 
 def simulate(

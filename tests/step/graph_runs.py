@@ -44,3 +44,12 @@ def train(
         "scheduler": lambda opt: StepLR(opt, 9, gamma=0.5),
     }
     return fit(**{**settings, "compile": compile, **changes})
+
+
+def assert_same(a: TrainedState, b: TrainedState, rtol: float, atol: float) -> None:
+    for name, value in {**a.params, **a.buffers, **a.optimizer}.items():
+        if not name.startswith("random"):
+            other = {**b.params, **b.buffers, **b.optimizer}[name]
+            torch.testing.assert_close(
+                value, other, rtol=rtol, atol=atol, check_dtype=False, msg=lambda m, n=name: n + m
+            )

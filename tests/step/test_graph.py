@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.step.graph_runs import OPTIMIZERS, make_data, train, train_step
-from uneven import InputError, NotFiniteError, TrainedState
+from tests.step.graph_runs import OPTIMIZERS, assert_same, make_data, train, train_step
+from uneven import InputError, NotFiniteError
 from uneven.comm.group import SoloGroup
 from uneven.step.captured_optimizer import prepare_optimizer
 from uneven.step.eager import EagerStep
@@ -39,15 +39,6 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(optimizer: Any, precisi
     with pytest.raises(InputError, match=words) as caught:
         prepare_optimizer(eager_step(optimizer, precision))
     assert "use " in str(caught.value)
-
-
-def assert_same(a: TrainedState, b: TrainedState, rtol: float, atol: float) -> None:
-    for name, value in {**a.params, **a.buffers, **a.optimizer}.items():
-        if not name.startswith("random"):
-            other = {**b.params, **b.buffers, **b.optimizer}[name]
-            torch.testing.assert_close(
-                value, other, rtol=rtol, atol=atol, check_dtype=False, msg=lambda m, n=name: n + m
-            )
 
 
 @pytest.mark.cuda

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.launch.checks.test_resume import step
+from tests.launch.checks.saved_runs import step
 from uneven import TensorData, TrainedState, fit
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from tests.api.test_loop import train_loop
+from tests.api.loops import train_loop
 from tests.ranks import on_threads
 from tests.train.exact_runs import (
     OPTIMIZERS,

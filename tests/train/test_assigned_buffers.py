@@ -91,7 +91,7 @@ def test_what_was_assigned_is_not_written_into_and_a_cache_may_grow() -> None:
     assert torch.equal(model.seen, torch.full((3,), 0.5))
     assert torch.equal(batch, torch.ones(3))
     model.seen = grown = torch.ones(4)  # as the tables of positions of some models do
-    held.settle()
+    held.put_back()
     assert held.assigned == []
     assert model.seen is grown
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from tests.api.starts import BIN, start
 from tests.ranks import ROOT
-from tests.step.test_token_mean import LENGTHS, Language, contrastive, own_loss, padded, sample_mean
+from tests.step.token_models import LENGTHS, Language, contrastive, own_loss, padded, sample_mean
 from tests.train.exact_runs import params, train
 from uneven import TensorData, fit
 from uneven.errors import InputError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from tests.launch.checks.test_resume import make
+from tests.launch.checks.saved_runs import make
 from tests.train.optimizer_states import train_saving
 from tests.train.resumed_runs import assert_same
 from uneven import InputError, TrainedState

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from tests.api.test_loop import train_loop
-from tests.parallel.test_group_settings import Counting
+from tests.api.loops import train_loop
+from tests.parallel.parts import Counting
 from tests.ranks import Silent
 from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, mean_loss, train
 from tests.train.strategy_tasks import assert_same_optimizer

@@ -12,34 +12,15 @@ import torch
 from torch import nn
 
 from tests.forked import run_forked
+from tests.launch.checks.saved_runs import X, Y, assert_equal, content, make, step, train
 from tests.results.checkpoints import flip_byte
 from uneven import TensorData, TrainedState, fit
 from uneven.errors import InputError
 from uneven.results.record import RECORD, encode
 
 torch.manual_seed(0)
-X, Y = torch.randn(40, 4), torch.randn(40, 1)  # 5 slots an epoch
 FILES = ("state.json", "state.safetensors", "rank-0.json", "rank-0.safetensors")
 Fit = Callable[..., TrainedState]
-
-
-def make() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Linear(4, 1)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
-
-
-def step(model: nn.Module, batch: Any) -> torch.Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def train(model: Callable[[], nn.Module] = make, samples: int = 40, **changes: Any) -> TrainedState:
-    options = {"batch_size": 8, "epochs": 2, "seed": 5, "devices": "cpu", "progress": "lines", **changes}
-    data = TensorData(X[:samples], Y[:samples])
-    return fit(model=model, optimizer=adam, step=step, dataset=data, **options)
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +41,6 @@ def run(whole: Path, tmp_path: Path) -> Path:
         if path.is_file() and path.name != ".uneven":
             path.unlink()
     return folder
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def assert_equal(found: TrainedState, folder: Path) -> None:
-    wanted = TrainedState.load(folder)
-    assert (found.slot, found.finished, found.samples) == (wanted.slot, True, wanted.samples)
-    for name, value in wanted.params.items():
-        assert torch.equal(found.params[name], value), name
 
 
 def shorten(path: Path) -> None:
@@ -230,7 +200,7 @@ def test_an_older_checkpoint_moves_the_later_ones_aside_and_another_folder_leave
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-from tests.launch.checks.test_resume import train
+from tests.launch.checks.saved_runs import train
 train(devices=None)
 """
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.forked import ForkedPopen
-from tests.launch.checks.test_resume import adam, content, make, step, train
+from tests.launch.checks.saved_runs import adam, content, make, step, train
 from uneven import Ddp, TensorData
 from uneven.errors import InputError
 from uneven.files import MARK
@@ -24,7 +24,7 @@ LIVE = """
 import sys
 from uneven import Callback
 from tests.forked import ForkedPopen
-from tests.launch.checks.test_resume import train
+from tests.launch.checks.saved_runs import train
 
 class Waits(Callback):
     def on_save(self, info):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.documents import check_document
-from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
+from tests.launch.small_runs import SAMPLES, make, make_optimizer, step
 from uneven import Callback, fit
 from uneven.cli import main as command_line
 from uneven.errors import InputError, RankError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.control.runs import HEARD
-from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
+from tests.launch.small_runs import SAMPLES, make, make_optimizer, step
 from uneven import Ddp, Run, TrainedState
 from uneven.errors import InputError, RankError, StoppedError, Terminated
 from uneven.hardware.device import parse_devices

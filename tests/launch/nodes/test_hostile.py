@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.nodes.test_gathering import OPTIONS, TOKEN, Joined, Leader, bring, send_facts
+from tests.launch.nodes.leaders import OPTIONS, TOKEN, Joined, Leader, bring, send_facts
 from uneven.errors import InputError, RankError
 from uneven.files import is_closed
 from uneven.launch.nodes import node as joining
@@ -448,7 +448,7 @@ def test_a_lie_about_links_is_about_itself(leader: Leader) -> None:
     gathering = leader.gather()
     connection = leader.join("pc")
     assert "order" in heard(connection)
-    from tests.launch.nodes.test_gathering import FACTS
+    from tests.launch.nodes.leaders import FACTS
 
     send_facts(connection, FACTS)
     (node,) = gathering.wait()
