@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from tests.ranks import on_threads
 from uneven.comm.group import Group
-from uneven.parallel.ddp import DDPBucketed, DDPFlat
+from uneven.parallel.ddp import DDPBucketed, DDPFlat, Zero2
+from uneven.parallel.fsdp import FSDP
+from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, MakeOptimizer, Strategy
 from uneven.policy.apportion import apportion, cut_by
 
@@ -174,9 +176,43 @@ def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     return chosen
 
 
+SHARES = (5.0, 0.0, 2.0)
+
+
+def sharded(make: MakeOptimizer, group: Group, shares: tuple[float, ...] | None, by_tensors: bool) -> MakeOptimizer:
+    own = None if shares is None else shares[: group.world_size]
+    return lambda params: ShardedOptimizer(make(params), group, shares=own, by_tensors=by_tensors)
+
+
 WRAPS: dict[str, Any] = {
     "flat": DDPFlat,
     "bucketed": DDPBucketed,
     "bucketed, small": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=1e-4),
     "bucketed, by param": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=0),
 }
+for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, SHARES), (False, True)):
+    WRAPS[f"{name}, sharded by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
+        lambda model, make, group, kind=WRAPS[name], shares=shares, by_tensors=by_tensors: kind(
+            model, sharded(make, group, shares, by_tensors), group
+        )
+    )
+for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
+    WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
+        lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
+            model,
+            make,
+            group,
+            shares=shares and shares[: group.world_size],
+            by_tensors=by_tensors,
+            bucket_mb=200 / (1 << 20),
+        )
+    )
+for shares in (None, SHARES):
+    WRAPS[f"fsdp{', uneven' if shares else ''}"] = lambda model, make, group, shares=shares: FSDP(
+        model,
+        make,
+        group,
+        shares=shares and shares[: group.world_size],
+        units=[model.conv, model.inner],
+        bucket_mb=200 / (1 << 20) if shares else None,
+    )

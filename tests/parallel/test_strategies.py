@@ -25,47 +25,12 @@ from tests.parallel.parity import (
     train_on,
 )
 from tests.ranks import ThreadGroup, on_threads
-from uneven.comm.group import Group, SoloGroup
+from uneven.comm.group import SoloGroup
 from uneven.errors import InputError
 from uneven.parallel.ddp import DDPBucketed, DDPFlat, Zero2
 from uneven.parallel.fsdp import FSDP
-from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import MakeOptimizer, Strategy
+from uneven.parallel.strategy import Strategy
 
-SHARES = (5.0, 0.0, 2.0)
-
-
-def sharded(make: MakeOptimizer, group: Group, shares: tuple[float, ...] | None, by_tensors: bool) -> MakeOptimizer:
-    own = None if shares is None else shares[: group.world_size]
-    return lambda params: ShardedOptimizer(make(params), group, shares=own, by_tensors=by_tensors)
-
-
-for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, SHARES), (False, True)):
-    WRAPS[f"{name}, sharded by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
-        lambda model, make, group, kind=WRAPS[name], shares=shares, by_tensors=by_tensors: kind(
-            model, sharded(make, group, shares, by_tensors), group
-        )
-    )
-for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
-    WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
-        lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
-            model,
-            make,
-            group,
-            shares=shares and shares[: group.world_size],
-            by_tensors=by_tensors,
-            bucket_mb=200 / (1 << 20),
-        )
-    )
-for shares in (None, SHARES):
-    WRAPS[f"fsdp{', uneven' if shares else ''}"] = lambda model, make, group, shares=shares: FSDP(
-        model,
-        make,
-        group,
-        shares=shares and shares[: group.world_size],
-        units=[model.conv, model.inner],
-        bucket_mb=200 / (1 << 20) if shares else None,
-    )
 FACTORS: dict[str, Any] = {
     "wrap": list(WRAPS),
     "samples": ("equal", "unequal", "zero"),

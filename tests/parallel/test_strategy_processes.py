@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.parallel import fsdp_nets
+from tests.parallel import fsdp_nets, page_examples
 from tests.parallel.collective_counts import count_all
 from tests.parallel.parity import (
     WRAPS,

@@ -1,12 +1,8 @@
 """Simulated clusters for tests of the policies."""
 
-import random
-from dataclasses import dataclass
-
 from hypothesis import strategies as st
 
 from tests.policy.simulation import Cluster
-from uneven.policy.finish import Cost
 from uneven.policy.windows import LocalSGDConfig
 
 CADENCE, ASYNC = LocalSGDConfig(), LocalSGDConfig(is_async=True)
@@ -33,19 +29,3 @@ def clusters(draw: st.DrawFn) -> Cluster:
         epoch=draw(st.sampled_from([None, 1, 3, 10, 37])),
         short=draw(st.sampled_from([1, 64])),
     )
-
-
-@dataclass
-class Cluster:
-    """Ranks with true costs; the policy sees them only through noisy step times."""
-
-    costs: list[Cost]
-    jitter: float
-    rng: random.Random
-
-    def busy_ms(self, shares: tuple[int, ...]) -> list[float]:
-        spikes = [3.0 if self.rng.random() < 0.01 else 1.0 for _ in shares]
-        return [
-            cost.time_ms(share) * spike * (1 + self.rng.uniform(-self.jitter, self.jitter))
-            for cost, share, spike in zip(self.costs, shares, spikes, strict=True)
-        ]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.policy.clusters import Cluster
+from tests.policy.noisy_ranks import NoisyRanks
 from uneven.policy.calibrating import CUTS, REPEATS, Calibrating
 from uneven.policy.finish import Cost, equal_finish, finish_ms, fitted
 
@@ -22,7 +22,7 @@ def test_a_fixed_cost_does_not_drive_the_shares_to_one_end(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.randint(2, 6)
     costs = [Cost(rng.uniform(0.0, 30.0), rng.uniform(0.2, 2.0)) for _ in range(ranks)]
-    cluster = Cluster(costs, 0.03, rng)
+    cluster = NoisyRanks(costs, 0.03, rng)
     policy = Calibrating(ranks, 64 * ranks, lookahead=rng.choice([0, 0, 4]))
     for slot in range(60):
         shares = policy.shares(slot, policy.slot_size)
@@ -52,7 +52,7 @@ def test_caps_hold_while_learning_and_afterwards() -> None:
 
 
 def test_a_resumed_run_keeps_the_costs_and_begins_half_a_measurement_anew() -> None:
-    cluster = Cluster([Cost(10.0, 0.5), Cost(2.0, 1.0)], 0.1, random.Random(0))
+    cluster = NoisyRanks([Cost(10.0, 0.5), Cost(2.0, 1.0)], 0.1, random.Random(0))
     policy = Calibrating(2, 64, first=4)
     for slot in range(3, 40):
         resumed = Calibrating(2, 64, first=slot + 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.clusters import Cluster
+from tests.policy.noisy_ranks import NoisyRanks
 from uneven.policy.exact import PROBE_EVERY, Balanced, Fixed
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 
@@ -35,7 +35,7 @@ def test_five_to_two() -> None:
 
 
 def simulate(
-    policy: Balanced, cluster: Cluster, slots: int, change: Callable[[int], None] = lambda slot: None
+    policy: Balanced, cluster: NoisyRanks, slots: int, change: Callable[[int], None] = lambda slot: None
 ) -> tuple[list[float], list[int]]:
     """Efficiency of each slot against the best whole split, and the slots at which shares moved."""
     efficiencies, moves = [], []
@@ -76,7 +76,7 @@ def test_hundreds_of_clusters_with_wrong_hints_settle_and_stay(ranks: int, clust
         caps = None if rng.random() < 0.7 else tuple(rng.randint(2, 40) for _ in truth)
         slot_size = ranks * rng.choice([8, 16, 32])
         policy = Balanced(hints, slot_size, caps)
-        efficiencies, moves = simulate(policy, Cluster(truth, 0.05, rng), 80)
+        efficiencies, moves = simulate(policy, NoisyRanks(truth, 0.05, rng), 80)
         reached.append(sum(efficiencies[20:]) / 60)
         late_moves.append(sum(slot >= 30 for slot in moves))
     # A wrong hint may leave a rank idle until it is probed; else little is lost.
@@ -91,10 +91,10 @@ def test_hundreds_of_clusters_with_wrong_hints_settle_and_stay(ranks: int, clust
 def test_shares_follow_a_changed_device_within_twenty_steps(new_speed: float, many: int) -> None:
     rng = random.Random(1)
     for _ in range(many):
-        cluster = Cluster([Cost(1.0, 0.4), Cost(1.0, 0.4).scaled(2.5)], 0.05, rng)
+        cluster = NoisyRanks([Cost(1.0, 0.4), Cost(1.0, 0.4).scaled(2.5)], 0.05, rng)
         policy = Balanced(tuple(cluster.costs), 64)
 
-        def change(slot: int, cluster: Cluster = cluster) -> None:
+        def change(slot: int, cluster: NoisyRanks = cluster) -> None:
             if slot == 50:
                 cluster.costs[1] = cluster.costs[1].scaled(1 / new_speed)
 
@@ -104,7 +104,7 @@ def test_shares_follow_a_changed_device_within_twenty_steps(new_speed: float, ma
 
 
 def test_nothing_moves_without_a_reason() -> None:
-    cluster = Cluster([Cost(1.0, 1.0), Cost(2.0, 2.5)], 0.0, random.Random(0))
+    cluster = NoisyRanks([Cost(1.0, 1.0), Cost(2.0, 2.5)], 0.0, random.Random(0))
     cluster.rng.random = lambda: 1.0  # type: ignore[method-assign]  # no spikes
     _, moves = simulate(Balanced(tuple(cluster.costs), 64), cluster, 200)
     assert moves == []
@@ -172,7 +172,7 @@ def test_on_a_grid_shares_settle_stay_and_are_multiples(ranks: int, many: int) -
         truth = random_cluster(rng, ranks)
         hints = tuple(cost.scaled(rng.choice([1.0, 0.5, 2.0, 0.8])) for cost in truth)
         policy = Balanced(hints, ranks * 64 + rng.choice([0, 5]), grid=8)
-        cluster, moves, spent_ms, best_ms = Cluster(truth, 0.05, rng), 0, 0.0, 0.0
+        cluster, moves, spent_ms, best_ms = NoisyRanks(truth, 0.05, rng), 0, 0.0, 0.0
         best = finish_ms(truth, equal_finish(truth, policy.slot_size, grid=8))
         for slot in range(120):
             shares = policy.shares(slot, policy.slot_size)
@@ -213,7 +213,7 @@ def test_caps_hold_whatever_the_speeds_do(caps: list[int], grid: int, rng: rando
 def test_a_policy_that_loads_the_state_goes_on_alike() -> None:
     rng = random.Random(3)
     costs = [Cost(2.0, 0.5), Cost(4.0, 1.0, 48.0), Cost(1.0, 0.2)]
-    cluster = Cluster(costs, 0.2, rng)
+    cluster = NoisyRanks(costs, 0.2, rng)
     policy = Balanced((Cost(1.0, 1.0), Cost(1.0, 1.0, 48.0), Cost(1.0, 1.0)), 96, lookahead=2, grid=4)
     for slot in range(80):
         resumed = Balanced((Cost(9.0, 9.0),) * 3, 96, lookahead=2, grid=4)
@@ -263,7 +263,7 @@ def test_steps_that_no_split_could_gain_from_are_decided_without_solving(monkeyp
 
     def moves(seed: int) -> list[object]:
         rng = random.Random(seed)
-        cluster = Cluster([Cost(rng.uniform(0, 3), rng.uniform(0.05, 1)) for _ in range(3)], 0.05, rng)
+        cluster = NoisyRanks([Cost(rng.uniform(0, 3), rng.uniform(0.05, 1)) for _ in range(3)], 0.05, rng)
         policy = Balanced((Cost(1.0, 0.2),) * 3, 96, least=2, grid=rng.choice([1, 8]))
         return [policy.note(slot, 96, cluster.busy_ms(policy.shares(slot, 96))) for slot in range(60)]
 

@@ -27,6 +27,7 @@ X = exact.X.double().clone()
 
 
 SPOILT = X.clone()
+SPOILT[BAD, 2] = NAN
 
 
 DATA = TensorData(SPOILT, Y)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train import exact_runs as exact
-from tests.train.bad_steps import BAD, DATA, GLOBAL, INF, NAN, SPOILT, X, assert_same_params, bad_slots, plain, spoiling
+from tests.train.bad_steps import BAD, DATA, GLOBAL, INF, NAN, X, assert_same_params, bad_slots, plain, spoiling
 from tests.train.exact_runs import OPTIMIZERS, Net, Y, loss_and_count, mean_loss
 from uneven import TrainedState
 from uneven.config import Task, resolve
@@ -26,8 +26,6 @@ from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
-
-SPOILT[BAD, 2] = NAN
 
 
 class Normed(nn.Module):
