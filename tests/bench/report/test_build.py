@@ -153,7 +153,7 @@ def test_broken_folders_are_named_and_the_rest_is_reported(tmp_path: Path) -> No
     assert "seed-1 | summary.json cannot be read |" in text
     assert json.loads(json_text(report))["version"] == 1
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"no finished run.*bench sweep"):
+    with pytest.raises(InputError, match="no finished run"):
         build_report(tmp_path / "empty")
 
 

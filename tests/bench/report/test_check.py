@@ -218,7 +218,6 @@ def test_results_that_were_tampered_with(tamper: Callable[[Path], object], tmp_p
     results = published(tmp_path)
     tamper(results / "lenet")
     assert faults_of(results)
-    assert faults_of(results / "lenet")
 
 
 def test_a_sweep_that_goes_on_beside_published_files_keeps_their_checksums(tmp_path: Path) -> None:
@@ -330,4 +329,4 @@ def test_runs_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     assert len(broken) == 1
     assert "not finished" in broken[0]
     with pytest.raises(InputError, match="no finished run"):
-        compare_with_references(tmp_path / "lenet" / "cpu-async")
+        compare_with_references(tmp_path / "lenet")

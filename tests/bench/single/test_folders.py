@@ -34,8 +34,7 @@ def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
     make_run(tmp_path, "lenet", "solo-0", 0, 0.98)
     make_run(tmp_path / "demo", "lenet", "solo-0", 0, 0.9)
     make_run(tmp_path / "equal-time", "lenet", "solo-0", 0, 0.97)
-    for root in (tmp_path, tmp_path / "lenet", tmp_path / "lenet" / "solo-0"):
-        assert [run.quality for run in read_runs(root)[0]] == [0.98]
+    assert [run.quality for run in read_runs(tmp_path)[0]] == [0.98]
     assert [run.quality for run in read_equal_time(tmp_path)] == [0.97]
     make_run(tmp_path / "all" / "one", "lenet", "solo-0", 0, 0.9)
     assert sweeps_in(tmp_path / "all") == [tmp_path / "all" / "one"]
@@ -43,6 +42,7 @@ def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "longer" / "equal-time", "lenet", "solo-0", 0, 0.97)
     assert sweeps_in(tmp_path / "longer") == [tmp_path / "longer"]
     assert str(nothing_found(tmp_path / "all")).endswith(f"there are some in {tmp_path / 'all' / 'one'}")
+    assert str(nothing_found(tmp_path / "lenet")).endswith(f"there are some in {tmp_path}")
 
 
 def test_a_sweep_whose_record_or_runs_are_gone_is_still_one_of_its_folder(tmp_path: Path) -> None:
@@ -72,7 +72,6 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
         ("lenet", "solo-0", 0, 0.97),
     ]
     assert broken == []
-    assert [one.folder for one in read_runs(folder)[0]] == [folder]
     with pytest.raises(InputError, match="there is no folder"):
         read_runs(tmp_path / "none")
 

@@ -34,7 +34,6 @@ from uneven.bench.single.folders import (
     read_efficiency,
     read_equal_time,
     read_runs,
-    sweep_of,
 )
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.single.shape import is_number
@@ -141,7 +140,7 @@ def build_report(root: Path) -> Report:
     failed = [{"folder": str(run.folder), "reason": run.reason} for run in broken]
     failed += [{"folder": str(run.folder), "reason": f"unknown model {run.model!r}"} for run in unknown_models(records)]
     machines = {json.dumps(record.summary.get("machine") or {}, sort_keys=True) for record in records}
-    record = read_json(sweep_of(root) / SWEEP)
+    record = read_json(root / SWEEP)
     sweep = record if isinstance(record, dict) else {}
     skipped, commands = sweep.get("skipped"), sweep.get("commands")
     typed = [str(line) for line in commands] if isinstance(commands, list) else []

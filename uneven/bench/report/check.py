@@ -33,7 +33,6 @@ from uneven.bench.single.folders import (
     read_efficiency,
     read_equal_time,
     read_runs,
-    sweep_of,
 )
 from uneven.bench.single.modes import OWN_LOOP
 from uneven.bench.single.shape import is_number
@@ -91,17 +90,16 @@ def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
 
 def _changed_files(root: Path, runs: Sequence[RunRecord]) -> list[str]:
     """Published files that are not what sweep.json has the checksum of; finds mistakes, and is no signature."""
-    sweep = sweep_of(root)
-    record = read_json(sweep / SWEEP)
+    record = read_json(root / SWEEP)
     checksums = record.get("files") if isinstance(record, dict) else None
     if not isinstance(checksums, dict):
         is_published = any(run.packed is not None for run in runs)
         return [f"{SWEEP}: has no checksums of the published files beside it"] if is_published else []
     faults = []
     for name, checksum in checksums.items():
-        if not (sweep / name).is_file():
+        if not (root / name).is_file():
             faults.append(f"{name}: is missing, {SWEEP} has its checksum")
-        elif hashlib.sha256((sweep / name).read_bytes()).hexdigest() != checksum:
+        elif hashlib.sha256((root / name).read_bytes()).hexdigest() != checksum:
             faults.append(f"{name}: was changed since it was published")
     return faults
 

@@ -28,7 +28,6 @@ SUMMARY_VERSION = 1
 PACKED_VERSION = 1
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
 EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
-DEPTHS = ("*/*/seed-*", "*/seed-*", "seed-*")  # of a sweep's folder, a model's, a mode's
 EFFICIENCY = "efficiency.json"  # in the folder of a mode: measured by pairs
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 NEEDED = (
@@ -253,27 +252,25 @@ def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
 
 
 def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
-    """The runs of a sweep's folder, of a model's or a mode's in it, or a run folder's own.
+    """The runs of a sweep's folder; InputError if it does not exist.
 
-    InputError if it does not exist. Those at equal time are left out, but for the broken ones. Sweeps in folders of
-    their own below this one are other runs.
+    Those at equal time are left out, but for the broken ones. Sweeps in folders of their own below this one are other
+    runs.
     """
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
     records, broken = _sorted_out(_read_below(root))
-    broken = [*broken, *_sorted_out(_read_equal_time(root))[1]]
-    sweep = sweep_of(root)
-    for path in sorted(sweep.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
+    broken = [*broken, *_sorted_out(_read_below(root / EQUAL_TIME))[1]]
+    for path in sorted(root.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
         failure = read_json(path)
-        is_own = not _is_run(path.parent) and _is_within(path.parent, sweep, root, sweep)
-        if is_own and isinstance(failure, dict):
+        if not _is_run(path.parent) and isinstance(failure, dict):
             broken.append(BrokenRun(path.parent, f"efficiency: {failure.get('reason', 'failed')}"))
     return records, broken
 
 
 def read_equal_time(root: Path) -> list[RunRecord]:
-    """The finished runs at equal time of a sweep, or of the model or mode whose folder it is."""
-    return _sorted_out(_read_equal_time(root))[0]
+    """The finished runs at equal time of a sweep."""
+    return _sorted_out(_read_below(root / EQUAL_TIME))[0]
 
 
 def _sorted_out(runs: Sequence[RunRecord | BrokenRun]) -> tuple[list[RunRecord], list[BrokenRun]]:
@@ -285,22 +282,6 @@ def _sorted_out(runs: Sequence[RunRecord | BrokenRun]) -> tuple[list[RunRecord],
             what = f"{run.model} {run.mode} seed {run.seed}"
             broken.append(BrokenRun(run.folder, f"holds {what}, as {known.folder} does: it was copied or moved"))
     return list(first.values()), broken
-
-
-def sweep_of(root: Path) -> Path:
-    """The folder of the sweep that `root` belongs to: its own, or one above a model's, a mode's or a run's."""
-    for run in _read_below(root):
-        place = run.folder.absolute()
-        if isinstance(run, RunRecord) and place.parts[-3:-1] == (run.model, run.mode):
-            found = place.parents[2]
-            return root if found == root.absolute() else found
-    return root
-
-
-def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
-    """Whether a file below `base`, which is laid out as the sweep is, belongs to the part of it that `root` is."""
-    part = root.absolute().relative_to(sweep.absolute()).parts
-    return path.absolute().relative_to(base.absolute()).with_suffix("").parts[: len(part)] == part
 
 
 def sweeps_in(root: Path) -> list[Path]:
@@ -323,14 +304,9 @@ def sweeps_in(root: Path) -> list[Path]:
 def nothing_found(root: Path) -> InputError:
     """There is no finished run in the folder; says where there are some."""
     deeper = next((path for path in sorted(root.glob("*/*/*/seed-*")) if _is_run(path)), None)
-    make = f"make some by 'uneven bench sweep --out {root}'"
-    return InputError(f"no finished run in {root}: {f'there are some in {deeper.parents[2]}' if deeper else make}")
-
-
-def _read_equal_time(root: Path) -> list[RunRecord | BrokenRun]:
-    sweep = sweep_of(root)
-    base = sweep / EQUAL_TIME
-    return [run for run in _read_below(base) if _is_within(run.folder, base, root, sweep)]
+    places = [*(deeper.parents[2:3] if deeper else ()), *root.absolute().parents[:3]]
+    known = [f"there are some in {place}" for place in places if _run_paths(place)]
+    return InputError(f"no finished run in {root}: {[*known, f'make some by uneven bench sweep --out {root}'][0]}")
 
 
 def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
@@ -338,9 +314,8 @@ def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
 
 
 def _run_paths(root: Path) -> list[Path]:
-    """The folders and packed files of runs, those at equal time left out."""
-    below = (path for depth in DEPTHS for path in root.glob(depth) if _is_run(path))
-    return [root] if _is_run(root) else [path for path in below if EQUAL_TIME not in path.relative_to(root).parts]
+    """The folders and packed files of runs, ROOT/MODEL/MODE/seed-S; those at equal time lie deeper."""
+    return [path for path in root.glob("*/*/seed-*") if _is_run(path)]
 
 
 def _is_run(path: Path) -> bool:

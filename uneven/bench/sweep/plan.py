@@ -152,9 +152,10 @@ def plan_equal_time(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
     if not order.has_equal_time:
         return []
     found = []
+    records = read_runs(order.out)[0] if order.out.is_dir() else []
     for model in dict.fromkeys(cell.model for cell in cells):
         by_mode: dict[str, list[RunRecord]] = {}
-        for run in read_runs(order.out / model)[0] if (order.out / model).is_dir() else []:
+        for run in (run for run in records if run.model == model):
             by_mode.setdefault(run.mode, []).append(run)
         for cell in cells:
             is_joint = cell.model == model and cell.result is None and cell.mode in JOINT

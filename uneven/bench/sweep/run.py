@@ -148,10 +148,10 @@ def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
 def _check_others(order: SweepOrder, cells: Sequence[Cell]) -> None:
     """InputError if the folder has runs of other modes or seeds that stay, and were made with other epochs or data."""
     folders = {cell.folder for cell in cells if cell.result is None}
+    records = read_runs(order.out)[0] if order.out.is_dir() else []
     for model in dict.fromkeys(cell.model for cell in cells):
         own = [cell for cell in cells if cell.model == model and cell.result is None and cell.is_whole]
-        records = read_runs(order.out / model)[0] if own and (order.out / model).is_dir() else []
-        for run in records:
+        for run in (run for run in records if own and run.model == model):
             if folder_of(run.folder) not in folders and not run.is_for_speed:
                 _compare(own[0], run, SHARED)
 
