@@ -99,9 +99,9 @@ def test_a_failing_policy_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     order = PoliciesOrder(script=Script(tmp_path / "train.py"), devices="cpu", policies=("sync",), out=tmp_path / "out")
     try_policies(order, trial, lambda _: None)
     assert "no data here" in trial.failed["sync"]
-    with pytest.raises(InputError, match="policy 'fast' must be one of sync, balanced"):
+    with pytest.raises(InputError, match="'fast'"):
         try_policies(PoliciesOrder(script=Script(tmp_path / "train.py"), policies=("fast",)), trial, lambda _: None)
     with pytest.raises(InputError, match="there is no such file"):
         try_policies(PoliciesOrder(script=Script(tmp_path / "none.py")), trial, lambda _: None)
-    with pytest.raises(InputError, match="device 'cuda:99': this machine has cpu"):
+    with pytest.raises(InputError, match="cuda:99"):
         try_policies(replace(order, devices="cuda:99"), Trial(), lambda _: pytest.fail("a policy was tried"))

@@ -181,9 +181,6 @@ def test_a_full_disk_ends_it_with_the_table_of_what_is_there(uneven, monkeypatch
     ("arguments", "words"),
     [
         (("--devices", "cpu"), ("'cpu'", "at least two", "uneven bench run")),
-        (("--devices", "cpu,gpu"), ("'gpu'", "uneven devices")),
-        (("--modes", "solo-0,fast"), ("'fast'", "cpu-async")),
-        (("--modes", ""), ("''", "solo-0")),
         (("--samples", "0"), ("--samples",)),
         (("--device", "cpu"), ("--devices",)),
     ],

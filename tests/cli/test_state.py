@@ -119,7 +119,7 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for arguments in (("show", tmp_path), ("diff", tmp_path, tmp_path), ("export", tmp_path, "--to", "model.pt")):
         with pytest.raises(InputError, match="holds no state of a run"):
             raise call(*arguments).exception or AssertionError
-    with pytest.raises(InputError, match="absent does not exist; name the folder of a run"):
+    with pytest.raises(InputError, match="absent does not exist"):
         raise call("show", tmp_path / "absent").exception or AssertionError
 
 

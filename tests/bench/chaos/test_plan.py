@@ -1,5 +1,6 @@
 """The plan of `uneven chaos` follows from seed, rates and ranks alone, and what cannot be read is refused in words."""
 
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
 import pytest
@@ -53,16 +54,17 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_time("--pause-for", text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "1", "-1/min", "1/day", "x/min", "nan/s", "1/min/s"])
-def test_rates_that_are_none(text: str) -> None:
-    with pytest.raises(InputError, match=r"^--kill '.*' must be a rate per rank, as in 0.1/min; [^\n]*$"):
-        parse_rate("--kill", text)
-
-
-@pytest.mark.parametrize("text", ["", "10s", "10s:kill", "10s:shoot:1", "10s:kill:x", "10:kill:1", "10s:kill:1:2"])
-def test_faults_that_are_none(text: str) -> None:
-    with pytest.raises(InputError, match=r"^--at [^\n]* must be [^\n]*$"):
-        parse_fault(text)
+@pytest.mark.parametrize(
+    ("parse", "texts"),
+    [
+        (lambda text: parse_rate("--kill", text), ("", "1", "-1/min", "1/day", "x/min", "nan/s", "1/min/s")),
+        (parse_fault, ("", "10s", "10s:kill", "10s:shoot:1", "10s:kill:x", "10:kill:1", "10s:kill:1:2")),
+    ],
+)
+def test_what_cannot_be_read_is_refused(parse: Callable[[str], object], texts: Sequence[str]) -> None:
+    for text in texts:
+        with pytest.raises(InputError, match="must be"):
+            parse(text)
 
 
 def test_ranks_that_the_run_does_not_have() -> None:

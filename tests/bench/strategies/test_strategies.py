@@ -166,7 +166,7 @@ def test_rows_in_processes_train_the_model_of_one_rank() -> None:
 
 
 def test_a_rank_that_fails_reports_its_error(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 0: InputError: --model 'gpt-huge' must be one of"):
+    with pytest.raises(RankError, match="gpt-huge"):
         run_ranks(task(row="dense", ranks=1, model="gpt-huge", cores=[[]], threads=[1]), tmp_path / "row")
 
 

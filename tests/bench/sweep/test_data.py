@@ -48,6 +48,6 @@ def test_what_cannot_be_got_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_devices_that_are_not_here_are_refused_before_data_is_got(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = Shelf(set(), {"mnist-mini", "shakespeare"})
-    with pytest.raises(InputError, match="device 'cuda:98': this machine has cpu"):
+    with pytest.raises(InputError, match="cuda:98"):
         provided(monkeypatch, shelf, SweepOrder(is_quick=True, devices="cuda:98,cuda:99"))
     assert shelf.messages == []

@@ -225,18 +225,18 @@ def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> Non
     assert sum(words[0] == "efficiency" for words in machine.asked) == 1
     path = machine.out / "lenet" / "cpu-async" / "efficiency.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "precision": "bf16"}))
-    with pytest.raises(InputError, match="precision 'bf16', this sweep has 'fp32'"):
+    with pytest.raises(InputError, match="precision"):
         sweep(order(machine, has_efficiency=True), quiet)
 
 
 def test_other_modes_in_the_folder_have_the_same_epochs(machine: Machine) -> None:
     sweep(order(machine, seeds=2, modes=("solo-0",), epochs=5), quiet)
     for changes in ({"modes": ("cpu-async",)}, {"modes": ("solo-0",), "is_forced": True}):
-        with pytest.raises(InputError, match="holds a run with epochs 5, this sweep has 10"):
+        with pytest.raises(InputError, match="epochs 5"):
             sweep(order(machine, seeds=1, epochs=10, **changes), quiet)
     assert len(machine.asked) == 2
     for other in ({"devices": "cpu,cpu"}, {"precision": "bf16"}):
-        with pytest.raises(InputError, match=r"holds a run with (devices|precision)"):
+        with pytest.raises(InputError, match=next(iter(other))):
             sweep(order(machine, seeds=1, epochs=5, modes=("cpu-async",), **other), quiet)
 
 
