@@ -111,6 +111,33 @@ def test_what_is_a_process_s_own_is_left_alone(imported: Callable[[str], ModuleT
     check()
 
 
+ITSELF = """
+kinds = {"base": ["name"]}
+kinds["more"] = kinds["base"] + ["file"]
+names = ["a"]
+names.append("b")
+loaders = {"text": 1}
+def register(name, value):
+    loaders[name] = value
+
+class Net:
+    made = 0
+    hooks = ["first"]
+    def __init__(self):
+        Net.made += 1
+        self.hooks.append("second")
+"""
+
+
+def test_what_the_code_of_a_module_changes_is_its_own(imported: Callable[[str], ModuleType]) -> None:
+    """Registries and counters of instances; a table of pytest is one, and every run beside it was refused."""
+    module: Any = imported(ITSELF)
+    module.register("image", 2)
+    module.Net()
+    assert (module.Net.made, len(module.loaders)) == (1, 2)
+    check()
+
+
 @pytest.mark.parametrize("value", [object(), print, [object()], {"a": object()}, {(1, 2): 3}])
 def test_objects_are_left_alone(value: Any, imported: Callable[[str], ModuleType]) -> None:
     module: Any = imported("value = 1\n")

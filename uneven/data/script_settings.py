@@ -6,8 +6,8 @@ a model made in float64 was trained in float32, without a word. A setting that t
 nowhere. Both are asked where a process is described (launch/payload.py, data/loader_process.py).
 
 A setting is what the file assigns once, as a literal, to a public name of the module or of a class in it. What a module
-computes for its own process (a rank, a path, a time), and what its functions change themselves (by `global`, or in a
-container that is empty at first: a cache, a flag that something is initialised), is that process's own.
+computes for its own process (a rank, a path, a time), and what its own code changes (by `global`, in a container: a
+cache, a registry; in a class: a counter), is that process's own: the file's code does the same in the others.
 Objects are not compared: docs/limits.md.
 """
 
@@ -28,6 +28,11 @@ from uneven.errors import InputError
 from uneven.files import is_users_code
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
+# Methods of lists, dicts and sets.
+_CHANGING = frozenset(
+    "add append clear discard extend insert pop popitem remove reverse setdefault sort update".split()
+)
+_UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)  # a file that is no Python any more
 MOST_SHOWN = 60  # characters of a value
 _GLOBAL = re.compile(r"^\s*global\s+(.*)", re.MULTILINE)  # a walk through the whole tree takes as long as to parse it
 
@@ -60,8 +65,33 @@ def _changed(module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
         if owner is None or (owner_name and getattr(owner, "__module__", None) != module.__name__):
             continue
         value = vars(owner).get(name, literal)
-        if _is_plain(value) and _form(value) != _form(literal):
+        if _is_plain(value) and _form(value) != _form(literal) and not _changes_itself(str(module.__file__), path):
             yield path, literal, value
+
+
+def _changes_itself(file: str, path: str) -> bool:
+    """Whether code of the file changes this container, or this value of a class."""
+    owner, _, name = path.rpartition(".")
+
+    def is_it(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Attribute) and node.attr == name) if owner else _is_name(node, name)
+
+    nodes: list[ast.AST] = []
+    with suppress(*_UNREADABLE):
+        nodes = list(ast.walk(ast.parse(importlib.util.decode_source(Path(file).read_bytes()))))
+    for node in nodes:
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and is_it(node.value):
+            return True
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and owner and is_it(node):
+            return True
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_method and node.func.attr in _CHANGING and is_it(node.func.value):  # type: ignore[attr-defined]
+            return True
+    return False
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _form(value: Any) -> Any:
@@ -94,7 +124,7 @@ def _literals_of(file: str) -> dict[str, Any]:
     """The settings in a file, with the values that are written there."""
     if file not in _literals:
         found: dict[str, Any] = {}
-        with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        with suppress(*_UNREADABLE):
             source = importlib.util.decode_source(Path(file).read_bytes())
             tree = ast.parse(source)
             own = {name for names in _GLOBAL.findall(source) for name in re.findall(r"\w+", names)}
