@@ -30,7 +30,21 @@ from uneven.files import is_users_code
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
 # Methods of lists, dicts and sets.
 _CHANGING = frozenset(
-    "add append clear discard extend insert pop popitem remove reverse setdefault sort update".split()
+    [
+        "add",
+        "append",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "remove",
+        "reverse",
+        "setdefault",
+        "sort",
+        "update",
+    ]
 )
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)  # a file that is no Python any more
 MOST_SHOWN = 60  # characters of a value
