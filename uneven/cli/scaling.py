@@ -69,8 +69,9 @@ def _print(found: "Scaling") -> None:
     table = new_table(*headings, "comm / compute", "alpha", "by timeline")
     for point in found.points:
         half = "" if point.half_width == float("inf") else f" +- {point.half_width:,.0f}"
-        is_derived = point.predicted is not None and not point.is_disturbed
-        predicted, off = _against(point.speedup, point.predicted or 1.0) if is_derived else ("-", "-")
+        predicted, off = "-", "-"
+        if point.predicted is not None and not point.is_disturbed:
+            predicted, off = f"{point.predicted:.2f}", f"{point.speedup / point.predicted - 1.0:+.1%}"
         figures = (f"{point.per_s:,.0f}{half}", f"{point.speedup:.2f}")
         told = (point.overhead, point.alpha, point.by_timeline)
         cells = ["-" if one is None else f"{one:.{digits}f}" for one, digits in zip(told, (3, 3, 2), strict=True)]
@@ -90,7 +91,3 @@ def _print(found: "Scaling") -> None:
             starts.add_row(row.compile, *(mark(time, row.is_disturbed) for time in times), even)
         console.print()
         print_whole(console, starts)
-
-
-def _against(measured: float, predicted: float) -> tuple[str, str]:
-    return f"{predicted:.2f}", f"{measured / predicted - 1.0:+.1%}"

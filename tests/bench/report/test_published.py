@@ -42,7 +42,6 @@ def test_a_broken_file_is_told_and_not_counted(tmp_path: Path) -> None:
     (folder / "seed-0.json").write_text("{")
     (folder / "seed-1.json").write_text('{"version": 1, "summary": {"version": 1}}')
     (folder / "seed-2.json").write_text('{"version": 9}')
-    (folder / "seed-3.json").write_text('{"version": 1, "failure": "out of memory"}')
     _, broken = read_runs(results)
-    words = ("version 1", "lacks model, mode", "version 1", "out of memory")
+    words = ("version 1", "lacks model, mode", "version 1")
     assert all(word in run.reason for word, run in zip(words, broken, strict=True))

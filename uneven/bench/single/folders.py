@@ -358,8 +358,6 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
     packed = read_json(path)
     if not isinstance(packed, dict) or packed.get("version") != PACKED_VERSION:
         return BrokenRun(path, f"is no packed run of version {PACKED_VERSION}")
-    if "failure" in packed:
-        return BrokenRun(path, str(packed["failure"]))
     if (fault := _fault(packed.get("summary"))) is not None:
         return BrokenRun(path, f"its summary {fault}")
     try:
