@@ -1,13 +1,9 @@
 """Run folders made by hand, as bench/single/ writes them, and published files of runs, as in docs/results."""
 
-import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.folders import EFFICIENCY, read_equal_time, read_runs
-from uneven.files import json_text, read_json
 from uneven.timeline.record import STATES, Account, Event
 from uneven.timeline.timeline import Lane, Timeline
 
@@ -52,30 +48,6 @@ def make_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "timeline.json").write_text(json.dumps(make_timeline(devices, seconds).to_json()))
     return folder
-
-
-def publish(root: Path, out: Path) -> Path:
-    """Files like those of docs/results: one of each run, and sweep.json with the checksums of all."""
-    records, _ = read_runs(root)
-    placed = [(run, out) for run in records] + [(run, out / "equal-time") for run in read_equal_time(root)]
-    for run, folder in placed:
-        columns = list(run.metrics[0])
-        times = run.times()
-        packed = {
-            "version": 1,
-            "summary": run.summary,
-            "metrics": {"columns": columns, "rows": [[entry[name] for name in columns] for entry in run.metrics]},
-            "times": None if times is None else asdict(times),
-        }
-        place = folder / run.model / run.mode
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"seed-{run.seed}.json").write_text(json_text(packed))
-        if folder == out and (run.folder.parent / EFFICIENCY).is_file():
-            (place / EFFICIENCY).write_text((run.folder.parent / EFFICIENCY).read_text())
-    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*.json"))}
-    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    (out / "sweep.json").write_text(json.dumps({**(read_json(root / "sweep.json") or {}), "files": checksums}))
-    return out
 
 
 def make_timeline(devices: list[str], seconds: float) -> Timeline:

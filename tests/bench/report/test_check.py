@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.folders import make_run, publish
+from tests.bench.folders import make_run
+from tools.publish import publish
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.report.build import build_report

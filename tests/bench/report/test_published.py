@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.bench.folders import make_run, publish
+from tests.bench.folders import make_run
+from tools.publish import publish
 from uneven.bench.report.build import build_report
 from uneven.bench.report.sections import render_markdown
 from uneven.bench.single.folders import read_runs

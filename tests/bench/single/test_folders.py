@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.folders import make_run, publish
+from tests.bench.folders import make_run
+from tools.publish import publish
 from uneven.bench.single.folders import (
     FAILURE,
     BrokenRun,

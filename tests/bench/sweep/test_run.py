@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.folders import make_run, publish
+from tests.bench.folders import make_run
+from tools.publish import publish
 from uneven.bench.report.build import build_report
 from uneven.bench.single.folders import FAILURE, read_equal_time
 from uneven.bench.single.process import Ended

@@ -101,7 +101,9 @@ def _changed_files(root: Path, runs: Sequence[RunRecord]) -> list[str]:
             faults.append(f"{name}: is missing, {SWEEP} has its checksum")
         elif hashlib.sha256((root / name).read_bytes()).hexdigest() != checksum:
             faults.append(f"{name}: was changed since it was published")
-    return faults
+    published = [run.folder for run in runs if run.packed is not None and run.folder.is_relative_to(root)]
+    names = [path.relative_to(root).as_posix() for path in published]
+    return [*faults, *(f"{name}: {SWEEP} does not list it" for name in names if name not in checksums)]
 
 
 def _judge(model: ModelRuns, mode: str) -> Judged:
