@@ -26,7 +26,7 @@ from uneven.bench import models
 from uneven.bench.models.sets import load_set
 from uneven.comm.group import SoloGroup
 from uneven.comm.shared_memory import SharedMemoryGroup
-from uneven.comm.torch_group import TorchGroup
+from uneven.comm.torch_group import ProcessGroupCollectives
 from uneven.comm.work import Work
 from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed
@@ -35,6 +35,7 @@ from uneven.hardware.device import parse_devices
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
+from uneven.launch.run_status import RankStatus
 from uneven.parallel.reducer import Reducer
 from uneven.policy.events import Events
 from uneven.policy.exact import Balanced, Fixed
@@ -66,7 +67,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "update": [(EagerStep, "apply"), (EagerStep, "prepare_update"), (EagerStep, "step_optimizer")],
     "hooks": [(Reducer, "_gradient_ready")],
     "rows and flags": [(Reducer, "finalize")],
-    "collective": [(SharedMemoryGroup, "all_reduce"), (TorchGroup, "all_reduce"), (Work, "wait")],
+    "collective": [(SharedMemoryGroup, "all_reduce"), (ProcessGroupCollectives, "all_reduce"), (Work, "wait")],
     "statistics": [(Engine, "was_first_of_its_size"), (RunEvents, "is_stopping"), (RunEvents, "wish")],
     "wait": [(gradient_sync, "record_wait")],
     "policy": [
@@ -207,7 +208,7 @@ class _Timed:
 class Silent(Reporter):
     """Shows nothing: the ranks report no epochs."""
 
-    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
+    def ranks(self, statuses: Sequence[dict[str, Any]], **_: Any) -> None:
         del statuses
 
 
@@ -243,7 +244,11 @@ def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str,
     parsed = parse_devices(devices)
     if len(parsed) == 1:
         info = RankInfo(0, parsed)
-        return measure(rounds, steps, Worker(task, config, info, lambda _: SoloGroup(), Requests(), Reporter("off")))
+        return measure(
+            rounds,
+            steps,
+            Worker(task, config, info, lambda _: SoloGroup(), Requests(), RankStatus("cpu", Reporter("off"))),
+        )
     config, _ = resolve_auto(config, parsed)
     content = (task, config, partial(program, rounds, steps))
     return run_ranks(content, parsed, Requests(), Silent("off"), _read)

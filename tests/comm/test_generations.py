@@ -212,6 +212,7 @@ def test_forming_is_given_up_while_gloo_connects(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(sys.platform != "linux", reason="connections are found in /proc")
 def test_a_connection_of_gloo_ends_where_nothing_is_acknowledged_for_a_while() -> None:
     """A way between two machines that drops all packets, while both reach the leader, held the run for 15 minutes."""
+    have_read = threading.Barrier(2)  # the sockets of both: those of a group that its peer has closed are gone
 
     def rank(number: int, store: Store) -> None:
         group = form_group(under("it", store), number, 2, torch.device("cpu"), "gloo", False, generation=1)
@@ -222,6 +223,7 @@ def test_a_connection_of_gloo_ends_where_nothing_is_acknowledged_for_a_while() -
             for one in group._connections._sockets()
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         }
+        have_read.wait(60)
         group.close()
         assert limits_ms == {1000 * SILENCE_S}
 
