@@ -280,7 +280,7 @@ BENCH = (
 BENCH_MAY_USE = (
     *("bench", "config", "data", "errors", "files", "format", "graph", "hardware", "parallel", "results", "timeline"),
     "version",
-    *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.checks.preflight", "launch.requests"),
+    *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.checks.preflight", "train.requests"),
     *("launch.run", "launch.script"),
     "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),

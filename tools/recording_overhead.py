@@ -22,13 +22,13 @@ from uneven.config import Task, resolve
 from uneven.data.feed import Micros
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
-from uneven.launch.run_status import RankStatus
+from uneven.launch.run_status import RankReport
 from uneven.policy.axis import Part
 from uneven.results.progress import Reporter
 from uneven.timeline.record import Recorder, State
 from uneven.timeline.sample import Sampler
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 MODES = ("off", "recorder", "recorder and sampler")
@@ -64,7 +64,7 @@ class Loop:
         config = resolve({"batch_size": batch_size, "epochs": 100_000, "devices": "cpu", "progress": "off"})
         task = Task(make_model, lambda params: torch.optim.SGD(params, lr=0.01), loss, data)
         rank_info = RankInfo(0, parse_devices("cpu"))
-        report = RankStatus("cpu", Reporter("off"))
+        report = RankReport("cpu", Reporter("off"))
         self._worker = Worker(task, config, rank_info, lambda _: SoloGroup(), Requests(), report)
         self._trainer = self._worker.prepare()
         self._recorders = {"off": SilentRecorder(), "on": self._worker.recorder}

@@ -34,8 +34,7 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
-from uneven.launch.requests import Requests
-from uneven.launch.run_status import RankStatus
+from uneven.launch.run_status import RankReport
 from uneven.parallel.reducer import Reducer
 from uneven.policy.events import Events
 from uneven.policy.exact import Balanced, Fixed
@@ -46,6 +45,7 @@ from uneven.train import gradient_sync
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker
 
@@ -171,7 +171,7 @@ class UnevenLoop:
 
     def run_timed(self, steps: int) -> dict[str, float]:
         """The parts of a step in us."""
-        clock, eager = self._clock, self._worker.engine.eager
+        clock, eager = self._clock, self._worker.engine.step
         clock.totals.clear()
         stream, optimizer, train_step = self._stream, eager.optimizer, eager.train_step
         update = optimizer.step
@@ -247,7 +247,7 @@ def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str,
         return measure(
             rounds,
             steps,
-            Worker(task, config, info, lambda _: SoloGroup(), Requests(), RankStatus("cpu", Reporter("off"))),
+            Worker(task, config, info, lambda _: SoloGroup(), Requests(), RankReport("cpu", Reporter("off"))),
         )
     config, _ = resolve_auto(config, parsed)
     content = (task, config, partial(program, rounds, steps))

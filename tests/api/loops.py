@@ -17,9 +17,9 @@ from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs": 2, "seed": 3}
@@ -59,7 +59,9 @@ def make_loop(
     check_loop(config, group.world_size, optimizer)
     module = as_module(Net(torch.float64) if model is None else model)
     make_optimizer = optimizer_factory(module, optimizer)
-    task = Task(lambda: module, make_optimizer, lambda *_: None, dataset, scheduler, before_step=before_step)
+    task = Task(
+        lambda: module, make_optimizer, lambda *_: None, dataset, scheduler, is_own_loop=True, before_step=before_step
+    )
 
     return Loop(task, RunOnThreads(group, config))
 

@@ -6,6 +6,7 @@ On threads, with real loops; test_loop_kills.py has the same with processes that
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import optimizer_factory
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 SHARES = (3.0, 2.0, 1.0)
@@ -87,7 +88,8 @@ def run(
                 result = worker.surviving(worker.result)
                 return worker.finish(lambda: collect(worker.group, result, worker.axis))
 
-        with Loop(task if isinstance(task, Task) else task(), Surviving(group, config)) as loop:
+        made = task if isinstance(task, Task) else task()
+        with Loop(replace(made, is_own_loop=True), Surviving(group, config)) as loop:
             epochs(loop, str(info.member))
         return loop.finish(), loop.worker
 

@@ -16,10 +16,10 @@ from uneven.config import RunConfig, Task
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 from uneven.step.finite import OwnCheck
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.step_stats import StepStats
 from uneven.train.worker import Worker
 

@@ -129,7 +129,7 @@ def test_a_state_carried_from_batch_to_batch_is_that_of_one_device_with_fixed_sh
 
     def rank(group: ThreadGroup) -> dict[str, torch.Tensor]:
         model = Recurrent()
-        task = Task(lambda: model, sgd, lambda *_: None, TensorData(pieces))
+        task = Task(lambda: model, sgd, lambda *_: None, TensorData(pieces), is_own_loop=True)
         ddp = Loop(task, RunOnThreads(group, config))
         state = torch.zeros((5, 3)[group.rank], 4).double()
         for x in ddp.batches(0):

@@ -138,6 +138,24 @@ def test_what_the_code_of_a_module_changes_is_its_own(imported: Callable[[str], 
     check()
 
 
+INSTANCES = """
+class Config:
+    hidden = 4
+    def __init__(self, hidden=None):
+        if hidden is not None:
+            self.hidden = hidden
+"""
+
+
+def test_what_instances_set_for_themselves_leaves_the_class_a_setting(imported: Callable[[str], ModuleType]) -> None:
+    module: Any = imported(INSTANCES)
+    module.Config(8)
+    check()
+    module.Config.hidden = 16
+    with pytest.raises(InputError, match=r"Config\.hidden"):
+        check()
+
+
 @pytest.mark.parametrize("value", [object(), print, [object()], {"a": object()}, {(1, 2): 3}])
 def test_objects_are_left_alone(value: Any, imported: Callable[[str], ModuleType]) -> None:
     module: Any = imported("value = 1\n")

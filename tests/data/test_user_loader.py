@@ -23,8 +23,8 @@ from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.user_loader import take_apart
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

@@ -11,7 +11,7 @@ from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment, new_member_id
-from uneven.launch.requests import Requests
+from uneven.train.requests import Requests
 
 MODEL = torch.nn.Linear(2, 1)
 

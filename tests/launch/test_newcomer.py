@@ -18,8 +18,8 @@ from uneven.hardware.roster import Roster
 from uneven.launch.checks.parity import describe_order
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.newcomer import RUN, check_newcomer, describe_run, facts_key
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 DEVICES = parse_devices("cpu,cpu,cpu")

@@ -10,7 +10,7 @@ from tests.ranks import Silent
 from uneven.comm.store import open_store
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.run_status import RankStatus, SharedProgress, describe_roster
+from uneven.launch.run_status import RankReport, SharedProgress, describe_roster
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
 from uneven.train.rank_info import RankInfo
@@ -23,7 +23,7 @@ def rank_info(rank: int) -> RankInfo:
     return RankInfo(rank, ROSTER.devices, roster=ROSTER)
 
 
-def show(rank: int, status: RankStatus) -> dict[str, Any]:
+def show(rank: int, status: RankReport) -> dict[str, Any]:
     place = {"machine": ROSTER.machines[rank], "host": ROSTER.host(rank)}
     return {"phase": "compute", "rounds": {}, **place, **status.figures}
 
@@ -35,7 +35,7 @@ def test_rank_0_draws_the_devices_of_all_machines(
     store, _ = open_store()
     reporter = Reporter("bar", "train.py")
     outputs = [reporter, Silent(), Silent()]
-    ranks = [RankStatus(str(ROSTER.devices[rank]), outputs[rank]) for rank in range(3)]
+    ranks = [RankReport(str(ROSTER.devices[rank]), outputs[rank]) for rank in range(3)]
     shared = []
     for rank, status in enumerate(ranks):
         status.is_shared = True

@@ -21,10 +21,10 @@ from uneven.comm.store import open_store
 from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.requests import Requests
 from uneven.launch.signals import SAME_S, SIGNALS, Stoppable
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 
 @pytest.fixture

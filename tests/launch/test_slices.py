@@ -25,8 +25,8 @@ from uneven.launch.context import ProcessContext
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
-from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 PAIR = "cuda:0%60,cuda:0%24"
 TELL = """

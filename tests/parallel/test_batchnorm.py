@@ -15,9 +15,9 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.parallel.batchnorm import BatchNormSync, describe_batchnorm, synced_buffers, synchronise
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

@@ -157,8 +157,8 @@ def test_a_plan_leaves_the_script_where_it_would_train() -> None:
     process_context().visitor = RunVisitor()
     wanted = config()
     with pytest.raises(LeftScript) as left:
-        choose(TASK, wanted, is_own_loop=True)
-    assert left.value.found == (TASK, wanted, True)
+        choose(TASK, wanted)
+    assert left.value.found == (TASK, wanted)
 
 
 def test_settings_narrow_down_the_policies() -> None:

@@ -42,7 +42,7 @@ def test_every_size_has_a_captured_step_of_its_own(monkeypatch: pytest.MonkeyPat
 
     def capture(engine: Engine, part: Part) -> None:
         prepared[tuple(part.sizes)] = part.samples
-        engine.use_step(Captured(engine.eager))
+        engine.use_step(Captured(engine.step))
 
     monkeypatch.setattr("uneven.plan.ranks.capture", capture)
     task = Task(lambda: nn.Linear(4, 3), lambda params: torch.optim.SGD(params, 0.1), loss, DATA, None, None)

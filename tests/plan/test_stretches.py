@@ -18,11 +18,11 @@ from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.find_script import Script
-from uneven.launch.requests import Requests
 from uneven.plan import own_loop
 from uneven.plan.own_loop import Stretch, probe_script, run_stretch, stretch_settings
 from uneven.plan.plan import chosen_config, plan_from
 from uneven.plan.probe import Probe
+from uneven.train.requests import Requests
 
 DATA = TensorData(torch.randn(40, 4), torch.randint(0, 3, (40,)))
 TASK = Task(lambda: nn.Linear(4, 3), torch.optim.SGD, lambda *_: None, DATA, None, None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.results.heartbeats import ENTRY, TOTAL, pair, status
-from uneven.launch.run_status import RankStatus
+from uneven.launch.run_status import RankReport
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter, bars_only, describe_rounds
 
@@ -68,7 +68,7 @@ def test_a_run_with_max_steps_counts_them(last_frame, monkeypatch, capsys) -> No
     assert "step" not in whole
     monkeypatch.setenv("COLUMNS", "120")
     reporter = Reporter("bar", "solo")
-    rank = RankStatus("cpu", reporter)
+    rank = RankReport("cpu", reporter)
     rank.started(Axis(TOTAL, 100, 9, max_slots=150), "cpu")
     rank.stepped(5000, 5000, 2.0, 0.125)
     reporter.close()
@@ -78,7 +78,7 @@ def test_a_run_with_max_steps_counts_them(last_frame, monkeypatch, capsys) -> No
 
 def test_an_evaluation_inside_an_epoch_is_a_line_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter("lines")
-    RankStatus("cpu", reporter).started(Axis(TOTAL, 10, 3), "cpu")
+    RankReport("cpu", reporter).started(Axis(TOTAL, 10, 3), "cpu")
     reporter.epoch_done(ENTRY | {"epoch": 2, "step": 1500, "is_inside_epoch": True, "accuracy": 0.5})
     line = "epoch 2/3, step 1,500  train_loss 0.5000  accuracy 0.5000  2,500 samples/s  4.0 s"
     assert capsys.readouterr().err.strip() == line
@@ -131,7 +131,7 @@ def test_a_device_alone_shows_no_loss_until_there_is_one(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     reporter = Reporter("bar", "solo")
-    rank = RankStatus("cpu", reporter)
+    rank = RankReport("cpu", reporter)
     rank.started(Axis(TOTAL, 100, 1), "cpu")
     for number, loss in enumerate(losses, 1):
         rank.stepped(1000 * number, 1000 * number, 2.0 * number, loss)
@@ -197,7 +197,7 @@ def test_epochs_that_share_their_figures_are_printed_once(way: str, capsys: pyte
         for count in (1, 2, 3):
             reporter.ranks(pair(5000, 2000, epochs=3, history=entries[:count]))
     else:
-        RankStatus("cpu", reporter).started(Axis(TOTAL, 64, 3), "cpu")
+        RankReport("cpu", reporter).started(Axis(TOTAL, 64, 3), "cpu")
         for entry in entries:
             reporter.epoch_done(entry)
     reporter.close()
@@ -210,7 +210,7 @@ def test_epochs_that_share_their_figures_are_printed_once(way: str, capsys: pyte
 
 def test_a_span_of_more_than_two_epochs_names_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter("lines")
-    RankStatus("cpu", reporter).started(Axis(TOTAL, 64, 5), "cpu")
+    RankReport("cpu", reporter).started(Axis(TOTAL, 64, 5), "cpu")
     for epoch in range(1, 5):
         reporter.epoch_done(spanning(epoch, 1, 4))
     (line,) = capsys.readouterr().err.splitlines()
@@ -246,7 +246,7 @@ def test_a_device_alone_ends_at_a_hundred_percent(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     reporter = Reporter("bar", "mlp solo-0")
-    rank = RankStatus("cpu", reporter)
+    rank = RankReport("cpu", reporter)
     rank.started(Axis(TOTAL, 64, 1), "cpu")
     rank.stepped(6400, 6400, 2.0, 0.125)
     reporter.epoch_done(ENTRY)

@@ -14,10 +14,10 @@ from uneven.config import Task, resolve
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.results.record import encode, read_record
 from uneven.results.state import capture_state
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

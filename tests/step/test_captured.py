@@ -18,7 +18,6 @@ from uneven import InputError, TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.policy.exact import Balanced
@@ -28,6 +27,7 @@ from uneven.step.finite import OwnCheck
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.warm_up import find_cap, measure, warm_up
 from uneven.train.worker import Worker
 
@@ -268,7 +268,7 @@ def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
     assert cost.fixed_ms >= 0
     assert cost.sample_ms > 0
     assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
-    assert engine.eager.is_captured == (compile == "graph")
+    assert engine.step.is_captured == (compile == "graph")
 
 
 @pytest.mark.cuda

@@ -17,10 +17,10 @@ from uneven import TensorData
 from uneven.comm.group import Group
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.exact import Balanced
 from uneven.step.captured import CapturedStep
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.step.nets import loss_and_count as loss_and_count
+from tests.step.nets import mean_loss as mean_loss
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.parallel.tensor_parallel import Columns, Plan, Rows
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -56,16 +57,6 @@ class Net(nn.Module):
 
     def tensor_plan(self) -> Plan:
         return {"first": Columns(), "second": Rows()}
-
-
-def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def loss_and_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    mask = batch[1] != 0
-    return (losses * mask).sum(), mask.sum()
 
 
 def train(

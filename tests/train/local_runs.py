@@ -14,10 +14,10 @@ from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.policy.scale import ramp
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 SEED = 3

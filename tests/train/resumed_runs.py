@@ -14,11 +14,11 @@ from tests.train.exact_runs import Net as PlainNet
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.callbacks import Callback, CallbackInfo
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 EXACT = {"batch_size": 8, "global_batch_size": 24}  # 3 slots an epoch

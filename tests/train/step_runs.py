@@ -15,10 +15,10 @@ from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 AXIS = Axis(len(X), 24, 100)  # 3 slots an epoch, the last of 22 samples

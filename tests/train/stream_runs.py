@@ -13,8 +13,8 @@ from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 SIZES = [30, 0, 33, 7]  # 70 samples: the first ones of X in shard 0, and so on

@@ -22,7 +22,6 @@ from tests.train.stream_runs import Plain, Shards
 from tests.train.stream_runs import train as train_stream
 from uneven.config import Evaluation, Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.finish import Cost
 from uneven.policy.slot_schedule import SlotSchedule
@@ -32,6 +31,7 @@ from uneven.timeline.record import Recorder
 from uneven.train import claims as claims_module
 from uneven.train.claims import SlotClaims
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 THREAD = "uneven-claims"

@@ -15,12 +15,12 @@ from uneven.comm.store import open_store, reach_store
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.requests import Requests
 from uneven.timeline.record import TRAINING, Recorder
 from uneven.timeline.timeline import Timeline
 from uneven.train import worker as worker_module
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 CLOCKS = ((0.0, 0.0), (60.0, 300.0), (-60.0, -300.0))  # of each machine: seconds off, and ppm

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.train.clusters import Leader, Loss
-from tests.train.elastic.conftest import equal_speeds
 from tests.train.elastic.lossy_local_runs import check, train, undisturbed
 from uneven.average.background import BackgroundAverage
 from uneven.errors import RankError
 from uneven.train.elastic import settle_local
 from uneven.train.local_sgd import LocalSGD
 
-_ = equal_speeds  # a fixture for all tests of this file, too
+pytestmark = pytest.mark.usefixtures("equal_speeds")
 
 
 def flip_a_bit(numbers: Tensor) -> None:

@@ -14,8 +14,8 @@ from uneven import TensorData, fit
 from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

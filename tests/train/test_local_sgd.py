@@ -19,9 +19,9 @@ from tests.train.local_runs import SEED, dense, half_every_four, train
 from uneven.config import Evaluation
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
-from uneven.launch.requests import Requests
 from uneven.policy.finish import Cost
 from uneven.policy.slot_times import SlotTimes
+from uneven.train.requests import Requests
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

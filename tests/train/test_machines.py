@@ -19,9 +19,9 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 MACHINES = (0, 1, 1, 2)

@@ -22,9 +22,9 @@ from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.errors import NotFiniteError
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

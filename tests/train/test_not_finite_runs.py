@@ -25,13 +25,13 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import check_dropped
 from uneven.errors import NotFiniteError, RankError
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.policy.axis import Axis, Part
 from uneven.results.progress import epoch_line
 from uneven.step.finite import Cause, Fault
 from uneven.train.dropped import DroppedSteps
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

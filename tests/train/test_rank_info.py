@@ -12,8 +12,8 @@ from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven import TensorData
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

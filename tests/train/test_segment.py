@@ -11,8 +11,8 @@ from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven.config import RunConfig, Task
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.step.eager import DerivedStep, EagerStep
+from uneven.train.requests import Requests
 from uneven.train.segment import Segment, train_in_segments
 from uneven.train.worker import RankInfo, Worker
 
@@ -83,7 +83,7 @@ def test_a_worker_trains_with_the_step_that_it_was_given() -> None:
             return super().forward_backward(*args, **settings)
 
     def make_step(worker: Worker) -> EagerStep:
-        own = worker.engine.eager
+        own = worker.engine.step
         step = CountingStep(own)
         step.reducer = own.reducer
         return step

@@ -13,8 +13,8 @@ from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.hardware.throttle import Throttle
 from uneven.launch.launcher import train_on_ranks
-from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 SPEEDS = {0: 0.4, 150: 0.8, 300: 0.2}  # of rank 1, from these slots on
 BATCH = 128

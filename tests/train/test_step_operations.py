@@ -11,9 +11,9 @@ from uneven import TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 STEPS = 3

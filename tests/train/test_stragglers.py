@@ -13,7 +13,6 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Balanced
 from uneven.policy.finish import Cost
@@ -22,6 +21,7 @@ from uneven.policy.windows import Windows
 from uneven.timeline.record import Recorder
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.requests import Requests
 from uneven.train.stragglers import MOST_LINES, Stragglers
 from uneven.train.worker import Worker
 

@@ -8,8 +8,8 @@ from tests.train.clusters import Loss
 from tests.train.elastic.lossy_runs import train
 from uneven.config import read_every
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.wishes import Wish, Wishes
 
 AT_ONCE = "0.0000001 s"  # over with every step

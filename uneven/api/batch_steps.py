@@ -71,7 +71,7 @@ class BatchSteps:
         self._worker = worker
         engine = worker.engine
         if isinstance(engine.optimizer, OptimizerGroup):
-            engine.use_step(SeveralSteps(engine.eager, engine.optimizer))
+            engine.use_step(SeveralSteps(engine.step, engine.optimizer))
         return refuse_script_steps(worker)
 
     def take_loss(self, model: nn.Module, batch: Any) -> Any:
@@ -123,11 +123,11 @@ class BatchSteps:
         self._due = None
         self._loss = loss
         engine = self._worker.engine
-        engine.eager.is_further_loss = due.has_loss
+        engine.step.is_further_loss = due.has_loss
         if loss is not None:
             self._slow_down()
         is_stopped = self.train(due.part, [] if loss is None else [due.micros[due.place]])
-        engine.eager.is_further_loss = False
+        engine.step.is_further_loss = False
         return is_stopped
 
     def backward(self, loss: Any, optimizer: Any) -> None:
@@ -148,16 +148,16 @@ class BatchSteps:
     def drop(self) -> None:
         """Forget the batch, and what was accumulated for its step."""
         self._due, self._is_dropped = None, True
-        self._worker.engine.eager.cancel()
+        self._worker.engine.step.cancel()
 
     def take_back(self) -> bool:
         """Ranks were lost and the rest has settled: whether the batch in the user's hands has become void."""
         self.is_void = self._parts == len(self._worker.engine.log)
         self._parts = self._due = self._loss = None
         self._is_dropped = True
-        eager = self._worker.engine.eager
-        eager.is_further_loss = False
-        eager.cancel()
+        step = self._worker.engine.step
+        step.is_further_loss = False
+        step.cancel()
         return self.is_void
 
     def train(self, part: Part, micros: Micros) -> bool:
@@ -190,27 +190,27 @@ class BatchSteps:
 
     def _accumulate(self, due: _Due, loss: Any, name: str | None) -> None:
         _check_loss(loss, "step" if name is None else "backward")
-        eager, slot_samples = self._worker.engine.eager, due.part.slot.samples
-        eager.is_further_loss = due.has_loss
+        step, slot_samples = self._worker.engine.step, due.part.slot.samples
+        step.is_further_loss = due.has_loss
         if name is None:
             self._loss = loss
-            eager.accumulate(due.micros[due.place][0], due.samples, slot_samples)
+            step.accumulate(due.micros[due.place][0], due.samples, slot_samples)
         else:
-            assert isinstance(eager, SeveralSteps), "set in connect"
-            eager.is_further_loss = due.has_loss and not isinstance(loss, tuple)  # each optimizer has its own count
-            eager.backward_for(name, loss, due.samples, slot_samples)
-        eager.is_further_loss = False
+            assert isinstance(step, SeveralSteps), "set in connect"
+            step.is_further_loss = due.has_loss and not isinstance(loss, tuple)  # each optimizer has its own count
+            step.backward_for(name, loss, due.samples, slot_samples)
+        step.is_further_loss = False
         due.has_loss = True
         self._slow_down()
 
     def _update_one(self, due: _Due, name: str | None) -> bool:
         """Step one of several optimizers."""
-        eager = self._worker.engine.eager
-        assert isinstance(eager, SeveralSteps), "set in connect"
+        step = self._worker.engine.step
+        assert isinstance(step, SeveralSteps), "set in connect"
         assert name is not None, "one of several has a name"
         due.is_updated = True
         try:
-            eager.update_for(name)
+            step.update_for(name)
         except RankLeftError as left:
             synchronizer = self._synchronizer
             assert isinstance(synchronizer, GradientSync), "only there ranks update together"
@@ -246,7 +246,7 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
     @changes_nothing
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if engine.eager.precision.is_stepping:
+        if engine.step.precision.is_stepping:
             return
         if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
             raise InputError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, read_every, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, check_list, read_every, resolve
 from uneven.config.sources import by_name
 from uneven.config.text import INTERVAL
 from uneven.data.user_loader import take_apart, take_test_set
@@ -36,7 +36,12 @@ class TaskParts:
     evaluation: tuple[Any, ...] | None = None  # (test_set, eval_step, every, batch_size, collate_fn), or the first two
     before_step: Callable[..., Any] | None = None
     loading: Loading = field(default_factory=Loading)
-    callbacks: tuple[Any, ...] = ()
+    callbacks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        if self.evaluation is not None:
+            check_evaluate(self.evaluation)
+        self.callbacks = check_list(self.callbacks)
 
     def make_task(
         self, make_model: Any, make_optimizer: Any, train_step: TrainStep, settings: Mapping[str, Any]
@@ -55,7 +60,7 @@ class TaskParts:
             self.scheduler,
             evaluation,
             loading,
-            self.callbacks,
+            tuple(self.callbacks),
             before_step=self.before_step,
         )
         return task, resolve_here(settings)
@@ -120,7 +125,7 @@ class Builder(SettingMethods):
 
     def callbacks(self, *callbacks: Any) -> "Self":
         """Objects with on_start, on_step, on_round, on_eval, on_save, on_end or some of them; see `uneven.Callback`."""
-        self._parts.callbacks += callbacks
+        self._parts.callbacks = (*self._parts.callbacks, *callbacks)
         return self
 
     def before_step(self, function: Callable[..., Any]) -> "Self":

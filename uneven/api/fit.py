@@ -19,7 +19,7 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, Task, TrainStep, check_evaluate, check_list
+from uneven.config import EvalStep, Loading, Task, TrainStep
 from uneven.errors import InputError
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
@@ -80,18 +80,12 @@ def fit(
     parts = TaskParts(
         dataset,
         scheduler,
-        _checked(evaluate),
+        evaluate,
         before_step,
         Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler),
-        check_list(callbacks),
+        callbacks,
     )
     return Builder(model, optimizer, step, parts).settings(**settings).run().join()
-
-
-def _checked(evaluate: tuple[Any, EvalStep] | None) -> tuple[Any, EvalStep] | None:
-    if evaluate is not None:
-        check_evaluate(evaluate)
-    return evaluate
 
 
 ROWS_MOVE = (
@@ -137,16 +131,16 @@ class Ddp:
         parts = TaskParts(
             dataset,
             scheduler,
-            _checked(evaluate),
+            evaluate,
             before_step,
             Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler),
-            check_list(callbacks),
+            callbacks,
         )
         module = as_module(model)
         make_optimizer = optimizer_factory(module, optimizer)
         task, config = parts.make_task(lambda: module, make_optimizer, lambda *_: None, {**settings})
-        task = replace(task, make_scheduler=scheduler_factory(scheduler, optimizer, config))
-        choice = choose(task, config, is_own_loop=True)
+        task = replace(task, make_scheduler=scheduler_factory(scheduler, optimizer, config), is_own_loop=True)
+        choice = choose(task, config)
         out = choice.config.out
         try:
             with starting(process_context(), choice.config, signal.SIGINT) as start:

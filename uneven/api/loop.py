@@ -60,7 +60,7 @@ class Loop(LoopCalls):
         """`finished`: the result of the run that was to be resumed, where nothing is left to train."""
         self._around = run
         self._steps = BatchSteps()
-        self.worker = worker = run.make_worker(replace(task, train_step=self._steps.take_loss, is_own_loop=True))
+        self.worker = worker = run.make_worker(replace(task, train_step=self._steps.take_loss))
         self._log = EpochLog()
         self._skipped = 0  # epochs that were left out in part
         self._is_stopped = False  # by a callback: no more batches, and the state is there
@@ -303,7 +303,7 @@ class Loop(LoopCalls):
     def _begin(self, part: Part) -> None:
         """Before the user's forward, which comes before the step and may change buffers."""
         self._synchronizer.begin(part)
-        self.worker.engine.eager.begin()
+        self.worker.engine.step.begin()
 
     def _go_on(self, lost: GroupLostError) -> bool:
         """Settle with the ranks that are left; returns whether the run is over, because it was stopped before."""

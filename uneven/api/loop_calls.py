@@ -101,7 +101,7 @@ class LoopCalls:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The run's precision, around a forward that is not `ddp(x)`."""
-        return self.worker.engine.eager.precision.region()
+        return self.worker.engine.step.precision.region()
 
     @property
     def epoch(self) -> int:
@@ -195,7 +195,7 @@ class LoopCalls:
         size = test.batch_size or config.batch_size
         feed = make_feed(test.dataset, self.device, config.seed, size, loading=test.loading)
         with self.pause("evaluation"):
-            return evaluate(self.model, eval_step, feed, worker.engine.eager.precision, SoloGroup())
+            return evaluate(self.model, eval_step, feed, worker.engine.step.precision, SoloGroup())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -29,8 +29,8 @@ from uneven.hardware.interference import measure_interference
 from uneven.hardware.yardstick import Yardstick
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
-from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 from uneven.train.segment import Segment, SegmentTrainer, Worker, train_in_segments
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")

@@ -90,13 +90,20 @@ def _changes_itself(file: str, path: str) -> bool:
     def is_it(node: ast.AST) -> bool:
         return (isinstance(node, ast.Attribute) and node.attr == name) if owner else _is_name(node, name)
 
+    def is_of_class(node: ast.Attribute) -> bool:
+        """Not `self.name = ...`: that one is of the instance."""
+        value = node.value
+        is_class = _is_name(value, owner) or _is_name(value, "cls")
+        is_type = isinstance(value, ast.Call) and _is_name(value.func, "type")
+        return is_it(node) and (is_class or is_type or (isinstance(value, ast.Attribute) and value.attr == "__class__"))
+
     nodes: list[ast.AST] = []
     with suppress(*_UNREADABLE):
         nodes = list(ast.walk(ast.parse(importlib.util.decode_source(Path(file).read_bytes()))))
     for node in nodes:
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and is_it(node.value):
             return True
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and owner and is_it(node):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and owner and is_of_class(node):
             return True
         is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if is_method and node.func.attr in _CHANGING and is_it(node.func.value):  # type: ignore[attr-defined]

@@ -34,13 +34,13 @@ from uneven.launch.external.variables import read_launcher
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, HeartbeatCalls, beat
 from uneven.launch.membership import form_first_group, has_crowd
 from uneven.launch.rank_place import NOT_OVER, RankPlace
-from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.run_status import Output, RunStatus, SharedProgress
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
 from uneven.launch.watch.peers import PeerWatch, watch_peers
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import GRACE_S, Requests
 from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []

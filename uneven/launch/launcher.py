@@ -20,11 +20,11 @@ from uneven.launch.environment import new_member_id
 from uneven.launch.local_ranks import RunPlan, local_ranks
 from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.payload import write_payload
-from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_result
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
+from uneven.train.requests import Requests
 
 T = TypeVar("T")
 

@@ -123,9 +123,9 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
     from uneven.launch.checks.trial import compare_in_rank
     from uneven.launch.context import set_process_context
     from uneven.launch.payload import read_payload
-    from uneven.launch.requests import Requests
     from uneven.launch.run_status import SentLines
     from uneven.launch.training import has_result, train_as_rank, write_state
+    from uneven.train.requests import Requests
     from uneven.train.worker import Worker
 
     requests, devices = Requests(), context.devices("auto")

@@ -31,7 +31,6 @@ from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
-from uneven.launch.requests import Requests
 from uneven.launch.signals import SIGNALS, end_process, is_main_thread
 from uneven.launch.standard_streams import open_closed_streams
 from uneven.launch.start import Start
@@ -40,6 +39,7 @@ from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.train.random_state import RandomStates
+from uneven.train.requests import Requests
 
 HEARD_S = 2.0  # for a heartbeat, which comes several times a second
 Body = Callable[[Requests, Reporter], TrainedState]

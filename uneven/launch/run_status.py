@@ -54,7 +54,7 @@ class SentLines:
         self.status = {**self.status, "notes": [*self.status.get("notes", []), *lines]}
 
 
-class RankStatus:
+class RankReport:
     """A Report that keeps a run's figures as one record, and hands all on to where it is shown.
 
     Each run has its own: a process alone may have two runs at once, each with its own listeners. Every call replaces
@@ -97,14 +97,14 @@ class RunStatus:
 
     def __init__(self) -> None:
         self.saved: str | None = None  # where the state of the last run is
-        self._rank = RankStatus("", SentLines())
+        self._rank = RankReport("", SentLines())
         self._last: dict[str, Any] = {}
         self._result: dict[str, Any] = {}  # what the run came to in the end
 
-    def begin(self, output: Output, rank_info: RankInfo, out: Path | None) -> RankStatus:
+    def begin(self, output: Output, rank_info: RankInfo, out: Path | None) -> RankReport:
         """Return the report for the worker of a run that begins; its results go to `out`."""
         logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
-        self._rank = RankStatus(str(rank_info.device), output, logs)
+        self._rank = RankReport(str(rank_info.device), output, logs)
         self.saved = None
         self._last, self._result = {}, {}
         return self._rank

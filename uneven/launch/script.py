@@ -38,11 +38,11 @@ from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script, refuse_no_file
-from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable
 from uneven.machines.code import digest, read_code
 from uneven.results.progress import Reporter
+from uneven.train.requests import GRACE_S, Requests
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext

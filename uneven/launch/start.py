@@ -12,10 +12,10 @@ from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.control.folder_lock import HeldFolder
 from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe, describe_result
-from uneven.launch.requests import Requests
 from uneven.launch.signals import Stoppable
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
+from uneven.train.requests import Requests
 
 
 @dataclass

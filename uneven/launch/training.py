@@ -19,13 +19,13 @@ from uneven.config import RunConfig, Task
 from uneven.data.replay import read_parts, read_rounds
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
-from uneven.launch.requests import Requests
 from uneven.launch.run_status import Output
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
 from uneven.timeline.timeline import Timeline
 from uneven.train.elastic.lane_records import gone_lane, why_gone
 from uneven.train.rank_info import RankResult
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 # (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.

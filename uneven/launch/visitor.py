@@ -18,7 +18,7 @@ class Visitor:
     def see_settings(self, settings: Mapping[str, Any]) -> None:
         """What the script passes, before it is checked."""
 
-    def see_run(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
+    def see_run(self, task: Task, config: RunConfig) -> None:
         """What the script is about to train."""
 
     def see_wrap(self) -> None:
@@ -44,5 +44,5 @@ class SettingsVisitor(_LeavesWrap):
 
 
 class RunVisitor(_LeavesWrap):
-    def see_run(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
-        raise LeftScript((task, config, is_own_loop))
+    def see_run(self, task: Task, config: RunConfig) -> None:
+        raise LeftScript((task, config))

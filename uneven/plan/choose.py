@@ -13,8 +13,7 @@ from typing import Any
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.hardware.device import Device
-from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.context import process_context
 from uneven.launch.predicted import take_handed
 from uneven.plan.advise import DISTURBED
 from uneven.plan.plan import PER_DEVICE, SECONDS, Plan, asked_for, chosen_config, plan_from, read_plan, restored
@@ -35,10 +34,10 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False, prober: Prober | None = None) -> Choice:
+def choose(task: Task, config: RunConfig, prober: Prober | None = None) -> Choice:
     """What this run takes for policy='auto'; settings without it stay as they are."""
     context = process_context()
-    context.visitor.see_run(task, config, is_own_loop)
+    context.visitor.see_run(task, config)
     handed = take_handed()
     if config.policy != AUTO:
         return Choice(config, handed or _plan_beside(config))
@@ -48,7 +47,9 @@ def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False, prober: 
         return _by_rule(config, f"{why}{hint}")
     if (known := recorded(config)) is not None:
         return known
-    devices = _devices(config, context, is_own_loop)
+    devices = context.devices(config.devices)
+    if task.is_own_loop and config.devices == AUTO:
+        devices = devices[:1]
     if len(devices) == 1:
         return Choice(_with_policy(config))
     named = with_values(config, devices=",".join(str(device) for device in devices))
@@ -83,11 +84,6 @@ def describe_choice(plan: Plan, is_found: bool = False) -> str:
     what = "one device" if advice.is_one_device else advice.policy
     note = f"; {DISTURBED}" if plan.probe.is_disturbed else ""
     return f"  policy auto -> {what} on {','.join(advice.devices)}{where}: {advice.reason}{note}"
-
-
-def _devices(config: RunConfig, context: ProcessContext, is_own_loop: bool) -> tuple[Device, ...]:
-    devices = context.devices(config.devices)
-    return devices[:1] if is_own_loop and config.devices == "auto" else devices
 
 
 def _with_policy(config: RunConfig) -> RunConfig:

@@ -24,7 +24,6 @@ from uneven.launch.checks.preflight import prepare
 from uneven.launch.context import process_context
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import run_ranks
-from uneven.launch.requests import Requests
 from uneven.plan.probe import (
     NO_FILES,
     ExactProbe,
@@ -40,6 +39,7 @@ from uneven.plan.probe import (
 from uneven.plan.ranks import ProbeOrder, probe_rank
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 FOREVER = 10**6  # epochs: a probe ends by the clock
 SOLO_SHARE = 0.3  # of the seconds, for a device alone

@@ -21,13 +21,13 @@ from uneven.files import read_json
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
-from uneven.launch.requests import Requests
 from uneven.launch.script import script_order, unused_ranks
 from uneven.plan.measure import NOT_LOCAL, ONE_DEVICE, PLAIN, Rows, Say, exact_of, job_of, measured
 from uneven.plan.probe import Probe, allowed_policies
 from uneven.policy.finish import Cost, fitted
 from uneven.results.progress import Reporter
 from uneven.timeline.timeline import Timeline
+from uneven.train.requests import Requests
 
 STATE_BYTES_PER_PARAM = 2  # of Adam: what the optimizer of a loop of one's own holds is not known
 DIFFERENT = 0.1  # two sizes must differ so much that a line can be drawn through them

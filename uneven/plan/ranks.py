@@ -140,7 +140,7 @@ class _Own:
         stream = engine.feed.stream(self._parts(samples))
         times: list[float] = []
         part = next(self._parts(samples))
-        if not engine.eager.is_prepared(part.sizes, samples):
+        if not engine.step.is_prepared(part.sizes, samples):
             capture(engine, part)  # eagerly half the samples would seem to take as long as all
         if samples not in self._seen:
             self._step(stream)

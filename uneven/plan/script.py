@@ -36,7 +36,6 @@ class Found(NamedTuple):
 
     task: Task
     config: RunConfig
-    is_own_loop: bool
 
 
 def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> "Plan":
@@ -48,7 +47,7 @@ def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> 
     settings = {**settings, **NO_FILES}  # a plan has no folder of the run: checkpoints without one would be refused
     found = find_task(script, settings)
     devices = ",".join(str(device) for device in process_context().devices(found.config.devices))
-    if found.is_own_loop and "," not in devices:
+    if found.task.is_own_loop and "," not in devices:
         raise InputError(
             f"{script} has a loop of its own, and {devices} is one device: there is nothing to choose; name "
             "several, as in --devices cuda:0,cpu"
@@ -60,7 +59,7 @@ def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> 
 
 def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Prober | None":
     """The script itself measures a loop of its own."""
-    if not found.is_own_loop:
+    if not found.task.is_own_loop:
         return None
     from uneven.plan.own_loop import probe_script
 
@@ -88,8 +87,8 @@ def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
         )
     if found is None:
         raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
-    task, config, is_own_loop = found
-    return Found(task, config, is_own_loop)
+    task, config = found
+    return Found(task, config)
 
 
 def choose_for_script(

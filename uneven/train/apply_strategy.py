@@ -50,10 +50,10 @@ def apply_strategy(
     """
     config = engine.config
     _refuse_max_norm(engine.model)
-    if isinstance(engine.eager, SeveralSteps):
-        for member in engine.eager.optimizers.members.values():
+    if isinstance(engine.step, SeveralSteps):
+        for member in engine.step.optimizers.members.values():
             check_dense(member, config)
-        engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
+        engine.step.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
     check_dense(engine.optimizer, config)
     check_optimizer(config.strategy, engine.optimizer, config.redundancy)
@@ -80,7 +80,7 @@ def apply_strategy(
         )
         if config.is_model_parallel:
             Activations(engine.model, config.activations)
-        step = StrategyStep(engine.eager, strategy, group, is_model_parallel=config.is_model_parallel)
+        step = StrategyStep(engine.step, strategy, group, is_model_parallel=config.is_model_parallel)
         engine.use_strategy(strategy, step)
         optimizer = strategy.optimizer
     if shares is None:
@@ -126,7 +126,7 @@ def _make_replicated(
         options=FitOptions(
             # SyncBatchNorm's collectives in backward need one order on all ranks, so no bucket may be sent in between;
             # and a captured backward cannot send anything.
-            overlap=not engine.batchnorm_sync.layers and not engine.eager.is_captured,
+            overlap=not engine.batchnorm_sync.layers and not engine.step.is_captured,
             num_stats=num_stats,
             init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
         ),
@@ -144,13 +144,13 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
     config = engine.config
     memory = _memory_shares(engine, group)
     is_asked = config.strategy not in (None, "zero1") or config.bucket_mb is not None
-    sums = not (is_asked or engine.eager.is_captured or config.precision == "fp16")
+    sums = not (is_asked or engine.step.is_captured or config.precision == "fp16")
     plain = engine.task.make_optimizer(engine.model.parameters())  # the engine's own may have a schedule's rates
     assert isinstance(plain, MuonAdamW)
     optimizer = plain.over(group, memory=memory, speed=speeds, sums_gradients=sums)
     if sums:
         phased = ThreePhase(engine.model, optimizer)
-        engine.use_strategy(phased, StrategyStep(engine.eager, phased, group))
+        engine.use_strategy(phased, StrategyStep(engine.step, phased, group))
     else:
         name = "ddp-flat" if config.strategy in ("ddp-flat", "zero1-flat") else "ddp-bucketed"
         strategy = _make_replicated(engine, name, lambda _: optimizer, group, num_stats)
@@ -204,10 +204,10 @@ def choose_activations(engine: Engine) -> list[str]:
 
     def run_forward() -> None:
         _, ((inputs, _),) = next(engine.feed.stream([Part(slot, 0, measured, measured)]))
-        with engine.eager.precision.region():
+        with engine.step.precision.region():
             engine.task.train_step(engine.model, engine.feed.open(inputs))
 
-    with no_trace(engine.eager, engine.device):
+    with no_trace(engine.step, engine.device):
         found = Activations(
             engine.model, "auto", measure=run_forward, budget_bytes=budget_bytes, scale=samples / measured
         )

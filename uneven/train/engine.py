@@ -68,7 +68,7 @@ class Engine:
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.optimizer_made = describe_made(self.optimizer)  # before a strategy puts its own in its place
         self.settle_axis(config)
-        self.eager = EagerStep(
+        self.step = EagerStep(
             self.model,
             self.optimizer,
             task.train_step,
@@ -76,7 +76,7 @@ class Engine:
             BeforeUpdate(adapt_before_step(task.before_step), config.max_grad_value, config.max_grad_norm),
             self.batchnorm_sync,
         )
-        self.meter = self.eager.meter
+        self.meter = self.step.meter
         self.feed: Feed = make_feed(
             *(task.dataset, self.device, config.seed, config.batch_size, config.num_workers),
             is_rank=needs_ranks(rank_info.devices),
@@ -126,8 +126,8 @@ class Engine:
         self.strategy = strategy
         self.full_state = strategy.full_state
         self.load_full_state = strategy.load_full_state
-        self.eager = self.eager if step is None else step
-        self.eager.optimizer = optimizer
+        self.step = self.step if step is None else step
+        self.step.optimizer = optimizer
 
     def leave_strategy(self, step: EagerStep) -> None:
         """Train with a plain optimizer and this step; the model is whole. The schedule goes on where it was."""
@@ -135,8 +135,8 @@ class Engine:
         schedule = self.schedule.state_dict(first_needed=0)
         self.schedule = make_schedule(self.task.make_scheduler, self.optimizer, self.config, self.axis)
         self.schedule.load_state_dict(schedule)
-        self.eager = step
-        self.eager.optimizer, self.eager.reducer = self.optimizer, None
+        self.step = step
+        self.step.optimizer, self.step.reducer = self.optimizer, None
         self.full_state = self.load_full_state = None
 
     def settle_axis(self, config: RunConfig) -> None:
@@ -148,15 +148,15 @@ class Engine:
         # A scheduler is made once, since making it changes the optimizer's rates, and it may ask for the steps.
         make_scheduler = None if config.global_batch_size == "auto" else self.task.make_scheduler
         self.schedule = make_schedule(make_scheduler, self.optimizer, config, self.axis)
-        check_schedule(self.schedule, self.task, config, self.is_own_loop)
+        check_schedule(self.schedule, self.task, config)
 
     def use_reducer(self, reducer: Reducer) -> None:
         """Sum gradients over the ranks with this reducer."""
-        self.eager.reducer = reducer
+        self.step.reducer = reducer
 
     def use_step(self, step: EagerStep) -> None:
         """Train with this step in place of our own."""
-        self.eager = step
+        self.step = step
 
     def connect_batchnorm(self, group: Group) -> None:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
@@ -172,7 +172,7 @@ class Engine:
 
     def open(self, micros: Micros) -> Micros:
         """Inputs -> batches on the device. A captured step does this itself, inside the graph."""
-        if self.eager.is_captured:
+        if self.step.is_captured:
             return micros
         return [(self.feed.open(inputs), samples) for inputs, samples in micros]
 
@@ -183,7 +183,7 @@ class Engine:
 
     def begin_slot(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its position, times the scale (ramped up at first)."""
-        self.eager.check_params()
+        self.step.check_params()
         if scale == 1.0 and self.schedule.is_constant:
             return
         self.schedule.move_to(self.schedule_position(slot), grown_scale(scale, self.axis, self.samples_before(slot)))
@@ -208,7 +208,7 @@ class Engine:
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
         """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""
-        verdict = self.eager.start_alone(micros, part.samples)
+        verdict = self.step.start_alone(micros, part.samples)
         self.simulate_slowdown(began_ns)
         rank = self.rank_info.rank
 
@@ -228,8 +228,8 @@ class Engine:
 
         A CUDA device chooses kernels when a size is new, and capturing a graph takes much longer than replaying it.
         """
-        if isinstance(self.eager, CapturedStep):
-            return not self.eager.is_replayed
+        if isinstance(self.step, CapturedStep):
+            return not self.step.is_replayed
         sizes = tuple(part.sizes)
         is_new = self.device.type == "cuda" and sizes not in self._seen_sizes
         self._seen_sizes.add(sizes)
@@ -261,7 +261,7 @@ class Engine:
         self.trained = position
         self.samples += part.samples
         self.dropped.add(part, verdict)
-        return self.settle_steps(ahead=RUN_AHEAD if self.eager.answers_late else 0)
+        return self.settle_steps(ahead=RUN_AHEAD if self.step.answers_late else 0)
 
     def settle_steps(self, ahead: int = 0) -> list[BadStep]:
         """The bad steps among all but the last `ahead` ones; each is returned once."""

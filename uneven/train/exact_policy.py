@@ -97,7 +97,7 @@ Shares = Callable[[int, int], Sequence[int]]  # (slot, its samples) -> every ran
 
 def capture_ahead(engine: Engine, shares: Shares, is_moving: bool) -> None:
     """`is_moving`: the policy may move the shares. Each rank for itself."""
-    step = engine.eager
+    step = engine.step
     if not step.is_captured or engine.rank_info.world_size == 1:
         return
     rank, axis = engine.rank_info.rank, engine.axis

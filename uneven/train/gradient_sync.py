@@ -93,7 +93,7 @@ class GradientSync:
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, is_leaving)
-        engine.eager.fix_params()
+        engine.step.fix_params()
         self._capture_ahead()
         if is_measured:
             self.notes += advise(engine, costs)
@@ -218,7 +218,7 @@ class GradientSync:
         engine = self.engine
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
-        rows = engine.eager.exchange(samples, lambda: own)
+        rows = engine.step.exchange(samples, lambda: own)
         return [RankStatus(int(StepStats._make(row).status)) for row in rows]
 
     def average_buffers(self) -> None:
@@ -251,7 +251,7 @@ class GradientSync:
         self.average_buffers()
 
     def close(self) -> None:
-        self.engine.eager.close()
+        self.engine.step.close()
 
     def expect_losses(self) -> None:
         self.guard = StepGuard(self.engine)
@@ -283,7 +283,7 @@ class GradientSync:
         engine = self.engine
         slot = part.slot
         recorder = self.engine.recorder
-        rows, checks = engine.eager.forward_backward(micros, slot.samples, lambda: self._stats_of_step(part))
+        rows, checks = engine.step.forward_backward(micros, slot.samples, lambda: self._stats_of_step(part))
         summed_ns = recorder.clock()
         self._timer.start(summed_ns)
         stats = [StepStats._make(row) for row in rows]
@@ -294,16 +294,16 @@ class GradientSync:
         fault = None
         if RankStatus.SKIPS_REST in statuses:
             self._is_skipping = True
-            engine.eager.skip()
+            engine.step.skip()
         else:  # before anything else: a device is idle until then
-            fault = engine.eager.update(checks)
+            fault = engine.step.update(checks)
         if own.is_unrepresentative:
             recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=self._timer.busy_ms)
         self.busy_ms = [rank.busy_ms for rank in stats]
         self.wished = wished(rank.wish for rank in stats)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
         self._unnoted = None if self._is_skipping else (slot, stats)
-        if not engine.eager.is_captured:
+        if not engine.step.is_captured:
             self._follow_speeds()
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
 

@@ -225,7 +225,7 @@ class LocalSGD:
         engine, config = self.engine, self.engine.config
         if before is not None:
             return before.in_group(group)
-        engine.eager.fix_params()
+        engine.step.fix_params()
         is_whole, is_nccl = config.optimizer_state == "average", config.backend == "nccl"
         return make_average(engine.model, engine.optimizer, self.buffers, group, is_whole, is_nccl, config.verify)
 
@@ -305,7 +305,7 @@ class LocalSGD:
         if status or self.windows.is_blocking:
             self.slot_schedule.await_claim()
         asked_ns = recorder.enter("compute")
-        if status or self.windows.is_blocking or engine.eager.answers_late:
+        if status or self.windows.is_blocking or engine.step.answers_late:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
         tally.dropped += sum(bad.samples for bad, _ in engine.settle_steps())

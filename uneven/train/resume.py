@@ -104,7 +104,7 @@ class Resumed:
         self._load_model(engine)
         if not self._is_late(engine):
             self.restore_optimizer(engine)
-        scaler = engine.eager.precision.scaler
+        scaler = engine.step.precision.scaler
         if scaler.is_enabled() and own["scaler"]:
             scaler.load_state_dict(own["scaler"])
         dropped = [(slot, first, samples) for slot, first, samples in own["dropped"]] if self._is_known else []

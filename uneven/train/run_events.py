@@ -380,7 +380,7 @@ class Evaluator:
                 is_rank=needs_ranks(info.devices),
                 loading=evaluation.loading,
             )
-        model, precision = engine.model, engine.eager.precision
+        model, precision = engine.model, engine.step.precision
         if self._config.is_model_parallel:
             return evaluate(model, evaluation.eval_step, self._feed, precision, info.group)
         # Split by speed, as in training; a rank may have no samples.

@@ -164,7 +164,7 @@ class Saves:
         optimizer, optimizer_tensors = self._optimizer_tree(state_dict)
         random, random_tensors = capture_random(engine.device)
         user, user_tensors = split_tree({name: user_state(value) for name, value in run.user.items()}, "user")
-        scaler = engine.eager.precision.scaler
+        scaler = engine.step.precision.scaler
         own = {
             "log": list(engine.log),
             "rounds": list(engine.rounds),

@@ -42,7 +42,7 @@ def grown_scale(scale: float, axis: Axis, samples: int) -> float:
     return ramp(scale, samples, min(axis.samples, total), total)
 
 
-def check_schedule(schedule: Schedule, task: Task, config: RunConfig, is_own_loop: bool) -> None:
+def check_schedule(schedule: Schedule, task: Task, config: RunConfig) -> None:
     """InputError where a schedule follows a metric that nobody evaluates, or what is given for it would be ignored."""
     if config.lr_scale not in (None, 1.0) and not schedule.rates:
         raise InputError(
@@ -54,7 +54,7 @@ def check_schedule(schedule: Schedule, task: Task, config: RunConfig, is_own_loo
             f"scheduler_interval={config.scheduler_interval!r} with a ReduceLROnPlateau: it is stepped at every "
             "evaluation; leave it out, eval_every says how often that is"
         )
-    if schedule.needs_metric and task.evaluation is None and not is_own_loop:
+    if schedule.needs_metric and task.evaluation is None and not task.is_own_loop:
         raise InputError(
             "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
             "eval_step), too, or a scheduler that depends on progress alone"

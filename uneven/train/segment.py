@@ -284,7 +284,7 @@ class TorchDdpStep(DerivedStep):
     """The step of a worker that has joined its group, with gradients averaged by PyTorch's DDP."""
 
     def __init__(self, worker: Worker) -> None:
-        own = worker.engine.eager
+        own = worker.engine.step
         super().__init__(own)
         own.close()  # our reducer's hooks leave the params before DDP's come
         self._worker = worker

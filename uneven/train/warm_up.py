@@ -58,10 +58,10 @@ def _look_at_first_batches(engine: Engine, check: TokenMeanCheck) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         samples = next((len(tensor) for _, tensor in named_tensors(batch, "batch") if tensor.ndim), 0)
         if check.look(train_step, batch, samples):
-            engine.eager.train_step = train_step
+            engine.step.train_step = train_step
         return train_step(model, batch)
 
-    engine.eager.train_step = step
+    engine.step.train_step = step
 
 
 def find_cap(engine: Engine) -> None:
@@ -84,7 +84,7 @@ def find_cap(engine: Engine) -> None:
     room = room_bytes(engine.device, names.count(info.device.torch_name))
     if config.compile == "graph":
         room /= 2  # captured graphs keep their memory while a new size runs eagerly
-    with no_trace(engine.eager, engine.device):
+    with no_trace(engine.step, engine.device):
         cap = probe_cap(run_at_once, engine.device, room, engine.least, slot.samples)
     found = [float("inf")] * info.world_size
     found[info.rank] = float(max(cap, engine.least))
@@ -107,7 +107,7 @@ def warm_up(engine: Engine) -> None:
     ends = (axis.slot(place).samples for place in (0, axis.slots_per_epoch - 1))
     parts = {samples: _first_part(engine, samples) for samples in ends}
     phase = "compile" if compile == "default" else "warm-up"
-    with recorder.phase(phase), no_trace(engine.eager, engine.device):
+    with recorder.phase(phase), no_trace(engine.step, engine.device):
         for part, micros in engine.feed.stream(parts.values()):
             _run_eagerly(engine, part, micros)
     if compile == "graph" and can_capture(engine.device):
@@ -133,10 +133,10 @@ def measure(engine: Engine) -> Cost:
         engine.local_step(part, engine.open(micros), began_ns)
         engine.run_ahead.drain()
 
-    with engine.recorder.phase("measure"), no_trace(engine.eager, engine.device), engine.eager.rehearsal():
+    with engine.recorder.phase("measure"), no_trace(engine.step, engine.device), engine.step.rehearsal():
         expected = _expected_samples(engine, slot.samples)
         samples = max(expected, min(engine.least, slot.samples))  # BatchNorm: alone as yet
-        cost = measure_cost(run_step, samples, engine.least, untimed=engine.eager.untimed_steps)
+        cost = measure_cost(run_step, samples, engine.least, untimed=engine.step.untimed_steps)
     engine.recorder.enter("setup")
     return replace(cost, cap=engine.caps[engine.rank_info.rank])
 
@@ -149,11 +149,11 @@ def capture(engine: Engine, part: Part) -> None:
     """
     if engine.rank_info.world_size == 1 or engine.config.is_local:
         ((part, micros),) = engine.feed.stream([part])
-        if not isinstance(engine.eager, GraphStep):
-            engine.use_step(GraphStep(engine.eager, engine.feed.open))
-        engine.eager.prepare(micros, part.samples)
+        if not isinstance(engine.step, GraphStep):
+            engine.use_step(GraphStep(engine.step, engine.feed.open))
+        engine.step.prepare(micros, part.samples)
         return
-    step = CapturedStep(engine.eager, engine.feed.open)
+    step = CapturedStep(engine.step, engine.feed.open)
     engine.use_step(step)
     with no_trace(step, engine.device), step.rehearsal():
         for _, micros in engine.feed.stream([part, part]):  # the first runs eagerly
@@ -161,7 +161,7 @@ def capture(engine: Engine, part: Part) -> None:
 
 
 def _run_eagerly(engine: Engine, part: Part, micros: Micros) -> None:
-    engine.eager([(engine.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
+    engine.step([(engine.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
 
 
 def _first_part(engine: Engine, slot_samples: int) -> Part:

@@ -5,10 +5,8 @@ and all ranks meet at the slot that follows from it, so no rank's clock has to a
 they met: whoever is rank 0 after a loss goes on with the interval.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
 from enum import IntFlag
-from typing import Protocol
 
 from uneven.config import Every
 from uneven.policy.events import Events
@@ -18,6 +16,7 @@ from uneven.policy.slot_schedule import first_free_slot
 from uneven.policy.windows import Windows
 from uneven.train.elastic.membership import Membership
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 
 
 class Wish(IntFlag):
@@ -35,13 +34,6 @@ def wished(values: Iterable[float]) -> Wish:
     for value in values:
         found |= int(value)
     return Wish(found) if found else Wish.NONE
-
-
-class Requests(Protocol):
-    """What is asked of the run from outside, by any thread: launch/requests.py."""
-
-    stop: threading.Event
-    save: threading.Event  # cleared when it is taken up
 
 
 class Wishes:

@@ -37,6 +37,7 @@ from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo, RankResult, Report
+from uneven.train.requests import Requests
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
@@ -44,7 +45,7 @@ from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
-from uneven.train.wishes import Requests, Wishes
+from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)

@@ -20,8 +20,8 @@ from uneven.bench.models.resnet_graph import make_graph
 from uneven.config import Task, resolve
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 BIN = Path(sys.executable).parent

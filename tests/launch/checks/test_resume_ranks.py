@@ -25,11 +25,11 @@ from uneven.launch import membership
 from uneven.launch.checks import preflight, resume
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results import saver
 from uneven.results.checkpoint import RankPart, read_checkpoint
 from uneven.results.state import TrainedState
+from uneven.train.requests import Requests
 
 SAME = {"balanced": {**EXACT, "shares": (5, 2, 2)}, "cadence": {**CADENCE, "shares": (3, 1, 1)}}
 _local = threading.local()

@@ -20,9 +20,9 @@ from uneven.launch.find_script import Script
 from uneven.launch.nodes import lead
 from uneven.launch.nodes.gathering import Gathering
 from uneven.launch.nodes.lead import lead_script
-from uneven.launch.requests import Requests
 from uneven.launch.run import Run
 from uneven.machines.options import LeadOptions
+from uneven.train.requests import Requests
 
 LEADER = "pc1 (192.0.2.10)"
 

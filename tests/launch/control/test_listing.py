@@ -35,9 +35,9 @@ from uneven.launch.control.listing import (
 )
 from uneven.launch.control.read_logs import LogReader
 from uneven.launch.nodes.remote import AllRanks, RemoteNode
-from uneven.launch.requests import Requests
 from uneven.launch.watch.generations import Generations
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 
 def test_a_status_is_what_the_heartbeats_say() -> None:

@@ -19,10 +19,10 @@ from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.processes import INTERRUPTED
-from uneven.launch.requests import Requests
 from uneven.launch.watch import watch as watch_module
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 MEMBERS = ["a", "b"]
 ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu"))

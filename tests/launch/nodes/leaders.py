@@ -7,11 +7,11 @@ from typing import Any
 
 from uneven.launch.nodes.gathering import Gathering
 from uneven.launch.nodes.remote import AllRanks
-from uneven.launch.requests import Requests
 from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
 from uneven.machines.wire import Connection
+from uneven.train.requests import Requests
 from uneven.version import __version__
 
 TOKEN = "the-right-token"

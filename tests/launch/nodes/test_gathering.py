@@ -15,12 +15,12 @@ from uneven.errors import MachineError, RankError, RefusedError
 from uneven.launch.nodes import node as joining
 from uneven.launch.nodes.gathering import Gathering
 from uneven.launch.nodes.remote import AllRanks, RemoteNode, end_sessions
-from uneven.launch.requests import Requests
 from uneven.launch.signals import Stoppable
 from uneven.machines.door import tell_unheard
 from uneven.machines.facts import stamped
 from uneven.machines.session import Session
 from uneven.machines.wire import WireError
+from uneven.train.requests import Requests
 from uneven.version import __version__
 
 NEVER = Stoppable(lambda: 0.0, lambda _: None)

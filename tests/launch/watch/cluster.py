@@ -15,11 +15,11 @@ from uneven.hardware.roster import Roster
 from uneven.launch.control.leave_requests import LeaveRequest
 from uneven.launch.heartbeat import GENERATION_KEY, heartbeat_key, ready_key, roster_key, settled_key, suspicion_key
 from uneven.launch.local_ranks import Newcomer
-from uneven.launch.requests import Requests
 from uneven.launch.watch import watch as watch_module
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.train.elastic.membership import Generation
+from uneven.train.requests import Requests
 
 MEMBERS = ("pc/cpu/a", "pc/cpu/b", "mini/cpu/c")
 ROSTER = Roster(parse_devices("cpu,cpu,cpu@0.4"), (0, 0, 1), ("pc", "mini"))

@@ -14,10 +14,10 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.heartbeat import heartbeat_key
-from uneven.launch.requests import Requests
 from uneven.launch.watch.lost import RankHealth
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 MEMBERS = ["host/cpu/aa", "host/cpu/bb"]
 ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu@0.4"))

@@ -9,8 +9,8 @@ import pytest
 from tests.launch.watch.cluster import LAPTOP, MEMBERS, Cluster, Recruiting
 from uneven.launch.control.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.heartbeat import LEAVE, SIGNAL_KEY, STAY, handed_key, leave_key
-from uneven.launch.requests import Requests
 from uneven.train.elastic.settler import PARTING
+from uneven.train.requests import Requests
 
 
 class Parting(Recruiting):

@@ -16,10 +16,10 @@ from tests.train.clusters import Begun, FakeMembership, Join, Loss, LossyGroup, 
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 SAMPLES, SEED = 70, 3

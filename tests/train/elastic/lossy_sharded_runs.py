@@ -9,10 +9,10 @@ from tests.train.clusters import Begun, FakeMembership, Loss, LossyGroup, fill, 
 from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 

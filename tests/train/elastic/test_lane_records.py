@@ -14,6 +14,8 @@ from uneven.timeline.record import Recorder, account_of
 from uneven.timeline.timeline import LEFT, LOST, Lane, Timeline
 from uneven.train.elastic.lane_records import LaneRecords, gone_lane, why_gone
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from tests.train.elastic import lossy_local_runs as local
 from tests.train.elastic import lossy_runs as exact
 from uneven.results.state import TrainedState
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 
 def segments(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the generations after the first, as the first of those who stay tells them."""

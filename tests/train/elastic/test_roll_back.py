@@ -17,13 +17,13 @@ from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError
-from uneven.launch.requests import Requests
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.step.loss import LossMeter
 from uneven.train.callbacks import CallbackInfo
 from uneven.train.elastic.settle import exchange_losses
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
 NAMES = ("zero1", "zero2", "fsdp")

@@ -18,6 +18,8 @@ from uneven import Callback, CallbackInfo, EarlyStopping, KeepBest
 from uneven.results.state import TrainedState
 from uneven.train.callbacks import Agreed, CallbackRunner
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 STEPS = 3  # of an epoch, after each of which there is an evaluation
 
 

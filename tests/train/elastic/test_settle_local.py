@@ -12,6 +12,8 @@ import torch
 from tests.train.clusters import DiedError, Join, Loss
 from tests.train.elastic.lossy_local_runs import SAMPLES, check, train, undisturbed
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 
 def kill(victim: str, at: int) -> Callable[[str, int], None]:
     def act(member: str, steps: int) -> None:

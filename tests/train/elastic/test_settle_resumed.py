@@ -9,6 +9,8 @@ from tests.train.clusters import Loss
 from tests.train.elastic.lossy_local_runs import train
 from tests.train.elastic.lossy_runs import train as train_exact
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 SETTINGS: dict[str, Any] = {"save_every": "1 epoch", "keep_last": 1}
 
 

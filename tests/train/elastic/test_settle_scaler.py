@@ -35,7 +35,7 @@ def scaled(size: int, losses: list[Loss], **options: Any) -> tuple[dict[str, Any
 def check_scales(found: dict[str, Any], alone: TrainedState) -> None:
     check(found, alone)
     for _, worker in found.values():
-        state = worker.engine.eager.precision.scaler.state_dict()
+        state = worker.engine.step.precision.scaler.state_dict()
         assert (state["scale"], state["_growth_tracker"]) == (2.0 ** (16 + STEPS // 2), 0)
 
 

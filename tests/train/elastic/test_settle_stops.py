@@ -13,6 +13,8 @@ from uneven.errors import GroupLostError
 from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("equal_speeds")
+
 
 def lose_in(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, info_of: Callable[[Any], Any]) -> None:
     """m2 dies where it calls this method, and the others lose the group when they have returned from it."""

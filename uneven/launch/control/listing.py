@@ -64,7 +64,6 @@ class Listing:
         self.folder = folder or make_private_folder()
         self.id = run_id or new_run_id()
         self.last: dict[str, Any] = {}  # where the run was when it was last shown
-        self.on_shown: Callable[[Mapping[str, Any]], None] = lambda _: None  # other machines are told
         self.log = LogFile(self.folder / LOGS / LAUNCHER)
         self.saved: str | None = None  # where the state of the run is
         self._keeps = keeps
@@ -92,11 +91,16 @@ class Listing:
         if own_log() is None:
             reporter.keep_in(self.log.write)
 
-    def hear(self, statuses: Sequence[Mapping[str, Any]], generations: "Generations") -> None:
-        """The last heartbeats of all processes; called at every look of the watch, and mostly does nothing."""
+    def hear(self, statuses: Sequence[Mapping[str, Any]], generations: "Generations") -> bool:
+        """The last heartbeats of all processes; called at every look of the watch, and mostly does nothing.
+
+        Returns whether `last` is new.
+        """
         self._heard = statuses, generations
-        if time.monotonic() - self._shown_s >= EVERY_S:
+        is_due = time.monotonic() - self._shown_s >= EVERY_S
+        if is_due:
             self.show_last()
+        return is_due
 
     def follow(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Show what `read` returns every second, on a thread: for a run inside this process, which nobody watches."""
@@ -110,7 +114,7 @@ class Listing:
             self.show_last()
 
     def show_last(self) -> None:
-        """What is known now, whenever it was shown before: other machines keep it, too."""
+        """What is known now, whenever it was shown before."""
         if self._heard is not None:
             statuses, generations = self._heard
             present, own = generations.present, str(self.about["host"])
@@ -138,7 +142,6 @@ class Listing:
             if self._keeps and status.get("has_begun") and out.is_dir() and os.environ.get(SWITCH) != "0":
                 self.log.move(out / LOGS / LAUNCHER)
         self.last = dict(status)
-        self.on_shown(self.last)
         self._write({"at": time.time(), **status})
 
     def _write(self, status: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from uneven.launch.find_script import Script
 from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_devices
 from uneven.launch.nodes.gathering import Gathering, has_all
 from uneven.launch.nodes.remote import AllRanks, RemoteNode, end_sessions
-from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
 from uneven.launch.signals import Stoppable, terminated_while_waiting
 from uneven.machines import table
@@ -34,9 +33,11 @@ from uneven.machines.options import LeadOptions
 from uneven.machines.session import RUNNING_S
 from uneven.machines.wire import WireError
 from uneven.results.progress import Reporter
+from uneven.train.requests import Requests
 
 if TYPE_CHECKING:
-    from uneven.train.elastic.membership import Generation  # imports torch
+    from uneven.launch.watch.generations import Generations  # imports torch
+    from uneven.train.elastic.membership import Generation
 
 REACH_S = 20.0
 WAITING = "waiting for machines"  # the phase that `uneven status` shows
@@ -223,12 +224,16 @@ class Leader:
                 late = Late(self._options, place, self._script["settings"], self._reporter)
                 ranks = AllRanks(processes, nodes, folder, requests, gathering.arrived, late.start)
                 gathering.open_again(partial(self._check_late, place))
-                listing.on_shown = ranks.tell
-                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests, listing.hear)
+
+                def hear(statuses: Sequence[Mapping[str, Any]], generations: "Generations") -> None:
+                    if listing.hear(statuses, generations):
+                        ranks.tell(listing.last)  # the other machines keep it, too
+
+                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests, hear)
                 listing.show_last()
+                ranks.tell(listing.last)
                 return unused_ranks(folder)
         finally:
-            listing.on_shown = lambda _: None
             self._reporter.leave_bars()
             listing.clear()
             del store

@@ -31,7 +31,6 @@ from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.find_script import Script
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.processes import RankProcesses
-from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines.addresses import host_label
 from uneven.machines.code import differing, script_digests
@@ -40,6 +39,7 @@ from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
 from uneven.machines.session import RUNNING_S, Session
 from uneven.machines.wire import WireError
+from uneven.train.requests import GRACE_S
 from uneven.version import __version__
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.launch.control.leave_requests import Answer, LeaveRequest, RequestFiles
 from uneven.launch.local_ranks import LocalRanks, Newcomer
-from uneven.launch.requests import Requests
 from uneven.machines.session import Session
+from uneven.train.requests import Requests
 
 if TYPE_CHECKING:
     from uneven.train.elastic.membership import Generation  # imports torch

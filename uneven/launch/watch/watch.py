@@ -30,13 +30,13 @@ from uneven.launch.heartbeat import (
 from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, read_errors
-from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
 from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
 from uneven.launch.watch.lost import RankHealth, Signs, because, find_cause, find_early_ends, judge
 from uneven.launch.watch.turnover import Joining, Leaving
 from uneven.results.progress import Reporter
 from uneven.train.elastic.membership import Generation
+from uneven.train.requests import Requests
 
 POLL_S = 0.1
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
@@ -46,7 +46,7 @@ STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the
 DELAY_S = 2.0  # between two looks: this process itself was stopped or swapped out
 SUSPECT_S = 1.0  # for the exit or the silence of a rank that another one misses
 RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result is there
-Show = Callable[[Sequence[Mapping[str, Any]], Generations], None]
+Show = Callable[[Sequence[Mapping[str, Any]], Generations], object]
 
 
 class Watch:

@@ -116,7 +116,7 @@ def compare(group: Group, own: Standing) -> Settlement:
 def why_not(engine: Engine) -> str | None:
     """Why the loss of a rank ends this run, whatever on_fault says; None where the others can go on."""
     config = engine.config
-    if isinstance(engine.eager, SeveralSteps) and not config.is_local:
+    if isinstance(engine.step, SeveralSteps) and not config.is_local:
         return "several optimizers step one after the other for a batch; policy='cadence' and 'async' can go on"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
@@ -153,7 +153,7 @@ def no_checkpoint(config: RunConfig) -> str:
 def why_not_joined(engine: Engine) -> str | None:
     """Why nobody may join this run, though it can go on without a rank; None where others may."""
     config = engine.config
-    if isinstance(engine.eager, SeveralSteps):
+    if isinstance(engine.step, SeveralSteps):
         return "it has several optimizers"
     if config.strategy in SHARDED:
         return f"strategy={config.strategy!r} has its state in shards, of which a newcomer has none"
@@ -165,7 +165,7 @@ def why_not_joined(engine: Engine) -> str | None:
 
 def position_of(engine: Engine) -> dict[str, Any]:
     """Where the run is on its axis, for newcomers and whoever is behind; as JSON."""
-    axis, scaler = engine.axis, engine.eager.precision.scaler
+    axis, scaler = engine.axis, engine.step.precision.scaler
     return {
         "ledger": engine.ledger.to_json(),
         "trained": engine.trained,
@@ -209,7 +209,7 @@ def take_scaler(engine: Engine, state: Mapping[str, Any] | None) -> None:
     """
     if state is None:
         return
-    scaler = engine.eager.precision.scaler
+    scaler = engine.step.precision.scaler
     scaler.scale(torch.ones((), device=engine.device))  # makes its tensors, which a newcomer's lacks
     # A sharded step may be lost between its unscaling and its end: only `update` makes the scaler forget that, and
     # `load_state_dict` sets the rest.

@@ -69,7 +69,7 @@ def leave_shards(engine: Engine) -> None:
     if state is None or not isinstance(strategy, CanSurvive):
         return
     strategy.leave(state)
-    engine.leave_strategy(engine.eager.plain if isinstance(engine.eager, StrategyStep) else engine.eager)
+    engine.leave_strategy(engine.step.plain if isinstance(engine.step, StrategyStep) else engine.step)
     if engine.rank_info.world_size == 1:
         engine.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
         engine.strategy = engine.whole_state = None

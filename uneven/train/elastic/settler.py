@@ -294,7 +294,7 @@ class Settler:
         """
         engine = self._engine
         kept = [old_members.index(member) for member in self._members if member in old_members]
-        engine.eager.reducer = None  # of the lost group
+        engine.step.reducer = None  # of the lost group
         engine.follow_ranks(config_of(engine.config, kept))
         leave_shards(engine)
         if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely

@@ -75,8 +75,8 @@ class StepGuard:
             assert not was_applied, "a rank is behind only where it was interrupted"
             return []
         if was_applied and fault is None:
-            engine.eager.end_update()
-        engine.eager.cancel()
+            engine.step.end_update()
+        engine.step.cancel()
         if was_applied:
             return engine.record_part(part, lambda: fault, engine.trained + 1)
         engine.meter.known = self._losses
