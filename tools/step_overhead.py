@@ -47,6 +47,7 @@ from uneven.train.gradient_sync import GradientSync
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 from uneven.train.run_events import RunEvents
+from uneven.train.state import RunState
 from uneven.train.worker import Worker
 
 BATCH = 64
@@ -74,7 +75,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
         *((kind, name) for kind in (Fixed, Balanced) for name in ("shares", "note", "fingerprint")),
         (GradientSync, "_follow_speeds"),
     ],
-    "log": [(Engine, "record_part")],
+    "log": [(RunState, "commit")],
     "events": [(Events, "evaluates"), (Events, "saves")],
 }
 

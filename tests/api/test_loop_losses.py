@@ -204,13 +204,13 @@ def test_a_batch_that_comes_again_is_in_the_log_once(is_after: bool) -> None:
                     others.wait()
                     if member == "m1":
                         raise DiedError
-                loss, known = F.cross_entropy(loop(x), y), len(loop.worker.engine.log)
+                loss, known = F.cross_entropy(loop(x), y), len(loop.worker.engine.state.log)
                 if not is_after:
                     loop.log(mean=x.mean())
                 loop.step(loss)
                 if is_after:
                     loop.log(mean=x.mean())
-                if len(loop.worker.engine.log) > known:
+                if len(loop.worker.engine.state.log) > known:
                     own.append(x)
                 else:
                     loop.step(loss)  # does nothing
@@ -287,7 +287,7 @@ def check_join(place: int, losses: Sequence[Loss], alone: TrainedState) -> None:
     _, newcomer = found["n"]
     if not losses:
         assert [len(generation.members) for generation in leader.generations] == [2, 3]
-        firsts = [slot for slot, _, _ in newcomer.engine.log[:1]]
+        firsts = [slot for slot, _, _ in newcomer.engine.state.log[:1]]
         assert all(slot % newcomer.axis.slots_per_epoch == 0 for slot in firsts), "at an epoch's start"
 
 

@@ -227,7 +227,7 @@ def test_an_entry_has_no_key_that_could_be_logged() -> None:
 
     def rank(group: ThreadGroup) -> set[str]:
         loop = make_loop(group, epochs=3, policy="cadence", batch_size=8, global_batch_size=None, anchor=40)
-        loop.worker.engine.dropped.count(1)
+        loop.worker.engine.state.dropped.count(1)
         for epoch in range(3):
             for batch in loop.batches(epoch):
                 step_each(loop, batch)

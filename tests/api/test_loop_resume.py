@@ -331,7 +331,7 @@ def test_a_stop_inside_an_epoch_leaves_gaps_that_come_first(policy: str, tmp_pat
         loop = make_loop(group, epochs=3, **options)
         with pytest.raises(KeyboardInterrupt):
             plain_body(loop, stop_after=11)
-        return [slot for slot, _, _ in loop.worker.engine.log]
+        return [slot for slot, _, _ in loop.worker.engine.state.log]
 
     before = [slot for log in on_threads(2, stopped) for slot in log]
     (folder,) = tmp_path.glob("step-*")

@@ -58,9 +58,9 @@ def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: s
         assert all(sum(shares) == 16 for shares in pairs.shares)
     else:  # every segment ends with a round, on both ranks
         assert len(pairs.delays) >= 2 * 4
-        parts = [part for worker in workers for part in worker.engine.log]
-        prove_exactly_once(workers[0].axis, [worker.engine.log for worker in workers], len(parts))
-    assert workers[0].engine.trained == workers[1].engine.trained > 0
+        parts = [part for worker in workers for part in worker.engine.state.log]
+        prove_exactly_once(workers[0].axis, [worker.engine.state.log for worker in workers], len(parts))
+    assert workers[0].engine.state.trained == workers[1].engine.state.trained > 0
     for a, b in zip(workers[0].engine.model.parameters(), workers[1].engine.model.parameters(), strict=True):
         assert torch.equal(a, b)
 

@@ -86,7 +86,9 @@ def test_a_rank_that_cannot_go_on_is_not_past_a_run_that_has_failed(has_result: 
     context.begin_run(Requests())
     context.join(MODEL, context.make_rank_info())
     told = {"ends_because": "several optimizers"}
-    context._worker = SimpleNamespace(settler=None, engine=SimpleNamespace(trained=7), show=lambda: told)  # type: ignore[assignment]
+    context._worker = SimpleNamespace(
+        settler=None, engine=SimpleNamespace(state=SimpleNamespace(trained=7)), show=lambda: told
+    )  # type: ignore[assignment]
     if has_result:
         context.close_run()
     context.leave_group()

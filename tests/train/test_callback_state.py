@@ -52,7 +52,7 @@ class Broken(Counting):
 
 
 def runner(*callbacks: Any) -> CallbackRunner:
-    return CallbackRunner(callbacks, cast(Any, SimpleNamespace(trained=7)))
+    return CallbackRunner(callbacks, cast(Any, SimpleNamespace(state=SimpleNamespace(trained=7))))
 
 
 def saved(*callbacks: Any) -> Any:

@@ -20,7 +20,6 @@ from uneven.results.checkpoint import read_checkpoint, seal, write_rank_part
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.train.copies import Copies
 from uneven.train.rank_info import RankInfo
-from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 
 HOSTS = ("lab-a", "lab-b")
@@ -151,7 +150,7 @@ def saves_of(out: Path, **more: Any) -> tuple[Any, Saves]:
     """Of a rank process, with the engine that it asks for its place in each group."""
     config = settings(out, **more)
     engine: Any = SimpleNamespace(config=config, device=torch.device("cpu"), full_state=None, is_own_loop=True)
-    return engine, Saves(engine, RunRecord())
+    return engine, Saves(engine)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -134,7 +134,7 @@ def request_a_save(worker: Worker, at: int, ranks: tuple[int, ...]) -> None:
     """These ranks ask for a checkpoint when they have passed this slot, until there is one."""
 
     def after_step(info: Any) -> None:
-        if info.rank in ranks and info.step >= at and not worker.run.saves:
+        if info.rank in ranks and info.step >= at and not worker.engine.state.saves:
             worker.wishes.requests.save.set()
 
     worker.callbacks._hooks["on_step"].append(("Request", after_step))

@@ -44,7 +44,7 @@ def test_segments_continue_each_other_and_report_no_epochs(policy: str) -> None:
                 trainer.reference.run(0.0)
                 assert all(map(torch.equal, before, worker.engine.model.parameters())), "solo has a model of its own"
             assert trainer.all_gather(float(trainer.rank)) == [0.0, 1.0]
-        return segments, worker.engine.log, worker
+        return segments, worker.engine.state.log, worker
 
     first, second = on_threads(2, rank)
     parts = sorted((slot, start, samples) for _, log, _ in (first, second) for slot, start, samples in log if samples)
@@ -65,7 +65,7 @@ def test_a_local_policy_ends_its_segments_with_a_round_of_all_ranks() -> None:
             found = []
             for _ in range(3):
                 segment = trainer.joint.run(0.0)
-                found.append((worker.engine.trained, len(segment.rounds)))
+                found.append((worker.engine.state.trained, len(segment.rounds)))
         return found
 
     first, second = on_threads(2, rank)

@@ -84,7 +84,7 @@ class BatchSteps:
         self._due = _Due(part, micros, place)
         self._is_dropped = False
         self.is_void = False
-        self._parts = len(self._worker.engine.log)
+        self._parts = len(self._worker.engine.state.log)
         self.samples, self.is_last = self._due.samples, self._due.is_last
         self.began_ns = self._worker.recorder.enter("compute")
         return micros[place][0]
@@ -152,7 +152,7 @@ class BatchSteps:
 
     def take_back(self) -> bool:
         """Ranks were lost and the rest has settled: whether the batch in the user's hands has become void."""
-        self.is_void = self._parts == len(self._worker.engine.log)
+        self.is_void = self._parts == len(self._worker.engine.state.log)
         self._parts = self._due = self._loss = None
         self._is_dropped = True
         step = self._worker.engine.step

@@ -259,7 +259,7 @@ class Loop(LoopCalls):
             if self._synchronizer.epoch <= epoch:
                 # By an exception of the user's own, perhaps: where the others can go on without this rank, they do.
                 is_sent = worker.settler is None
-                self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}", is_sent)
+                self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.state.trained}", is_sent)
             return
         finally:
             self._resume.iterated = None
@@ -281,7 +281,7 @@ class Loop(LoopCalls):
             self._fail(str(error))
         except RankError as error:
             self._raise_for_all(str(error), type(error))
-        skipped = len(self.worker.engine.skipped)
+        skipped = len(self.worker.engine.state.skipped)
         if skipped > self._skipped and not is_stopped:  # what the feed has read ahead was left out
             self._skipped = skipped
             self._steps.drop()
@@ -349,8 +349,7 @@ class Loop(LoopCalls):
         """All is trained: model and optimizer are as at the end, there are no batches, `finish` returns the result."""
         state.load_into(self.model)
         self._load_end(state)
-        self.worker.engine.restore_left_out(state.skipped, 0)
-        self.worker.engine.reach_slot(state.slot)
+        self.worker.engine.state.show_end(state.slot, state.skipped)
         self._state, self._is_stopped = state, True
         self._around.end()
 
@@ -381,7 +380,7 @@ class Loop(LoopCalls):
 
     def _leave_interrupted(self) -> None:
         """Leave; where a signal has interrupted the script between two epochs, with what was trained saved."""
-        if self._around.was_interrupted and self.is_between_epochs and self.worker.engine.trained:
+        if self._around.was_interrupted and self.is_between_epochs and self.worker.engine.state.trained:
             self._complete(was_interrupted=True)
         else:
             self._leave()

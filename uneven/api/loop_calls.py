@@ -24,7 +24,6 @@ from uneven.step.evaluation import evaluate
 from uneven.step.several import OptimizerGroup
 from uneven.train.agreement import RankStatus
 from uneven.train.resume import Resumed, find_end
-from uneven.train.run_record import register
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import Worker
 
@@ -82,12 +81,12 @@ class LoopCalls:
     @property
     def global_step(self) -> int:
         """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
-        return self.worker.engine.trained - self.worker.engine.skipped_slots
+        return self.worker.engine.state.trained - self.worker.engine.state.skipped_slots
 
     @property
     def samples(self) -> int:
         """Samples that all ranks together have trained until `global_step`."""
-        return self.worker.engine.samples_before(self.worker.engine.trained)
+        return self.worker.engine.state.samples_before(self.worker.engine.state.trained)
 
     @property
     def sync_gradients(self) -> bool:
@@ -125,7 +124,7 @@ class LoopCalls:
         if not self._is_stopped:
             self._check_usable()
         resumed = self._at_end or self.worker.resumed
-        return register(self.worker.run, name, value, dict if resumed is None else resumed.user_state)
+        return self.worker.engine.state.register(name, value, dict if resumed is None else resumed.user_state)
 
     def _load_end(self, state: TrainedState) -> None:
         """Of a run that was over before this process began: what its result does not hold is in its last checkpoint."""

@@ -156,7 +156,7 @@ class LoopResume:
         if resumed is None:
             return
         self.past_epochs = epoch
-        self._is_after_calls = epoch == 0 or worker.engine.trained > worker.axis.epoch_end(epoch - 1)
+        self._is_after_calls = epoch == 0 or worker.engine.state.trained > worker.axis.epoch_end(epoch - 1)
         state = resumed.record.get("loop")
         if state is not None:  # None: the checkpoint is of fit
             self._is_after_calls |= state["is_between"]

@@ -343,7 +343,7 @@ class ProcessContext:
     @property
     def slot(self) -> int:
         """The last one that was trained, in this run or the one before."""
-        return self.ranks.slot if self._worker is None else self._worker.engine.trained
+        return self.ranks.slot if self._worker is None else self._worker.engine.state.trained
 
     def close_heartbeat(self) -> None:
         if self._heartbeat is not None:

@@ -79,7 +79,7 @@ class RankPlace:
         """
         over: dict[str, Any] = {"is_past": has_formed}
         if worker is not None:
-            self.slot = worker.engine.trained
+            self.slot = worker.engine.state.trained
             if worker.settler is None and not self.has_result:
                 over = {"is_past": False, "ends_because": worker.show().get("ends_because")}
         self.over = over  # in one piece: the heartbeat's thread reads it

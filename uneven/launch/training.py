@@ -66,7 +66,7 @@ def train_as_rank(
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
     own = {
-        "member": result.run.member,
+        "member": result.member,
         "timeline": result.timeline.to_json(),
         "log": result.log,
         "rounds": result.rounds,

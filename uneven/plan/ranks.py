@@ -183,9 +183,9 @@ def _probe_exact(worker: Worker, synchronizer: GradientSync, own: _Own, seconds:
     segments = GradientSyncSegments(worker, synchronizer)
     segments.run(0.2 * seconds)
     segments.run(0.2 * seconds)  # the shares have settled
-    first = len(worker.engine.log)
+    first = len(worker.engine.state.log)
     segment = segments.run(0.6 * seconds)
-    counts = [samples for _, _, samples in worker.engine.log[first:]]
+    counts = [samples for _, _, samples in worker.engine.state.log[first:]]
     rank, is_alone = worker.rank_info.rank, worker.rank_info.world_size == 1
     if is_alone:
         return {"speed": segment.speed, "shares": [], "steps": segment.steps}
@@ -262,9 +262,9 @@ def local_config(config: RunConfig, policy: str, anchor: int) -> RunConfig:
 
 
 def _timed_local(worker: Worker, segments: LocalSGDSegments, seconds: float) -> tuple[Segment, int]:
-    first = len(worker.engine.log)
+    first = len(worker.engine.state.log)
     segment = segments.run(seconds)
-    return segment, sum(samples for _, _, samples in worker.engine.log[first:])
+    return segment, sum(samples for _, _, samples in worker.engine.state.log[first:])
 
 
 def _latency_ms(worker: Worker) -> float:

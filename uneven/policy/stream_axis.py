@@ -7,7 +7,7 @@ Invariant: slots of an epoch whose end is not known are full ones.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from uneven.policy.axis import Axis, Slot
 
@@ -80,6 +80,11 @@ class StreamAxis(Axis):
         if epoch == len(self.sizes):
             self._ends.append(self.end_of(epoch, samples))
             self.sizes.append(samples)
+
+    def learn_all(self, sizes: Sequence[int]) -> None:
+        """Of another rank, or a checkpoint."""
+        for epoch, samples in enumerate(sizes):
+            self.learn(epoch, samples)
 
     def end_of(self, epoch: int, samples: int) -> int:
         """The slot at which the epoch ends if it has so many samples."""

@@ -212,7 +212,8 @@ class CallbackRunner:
         except Exception as error:  # the other ranks must hear of it, as in `run`
             plain = f"a callback's state must be plain JSON, without tensors or objects ({error})"
             if is_needed:
-                self._requests.fail(InputError(plain) if isinstance(error, TypeError) else error, self._engine.trained)
+                cause = InputError(plain) if isinstance(error, TypeError) else error
+                self._requests.fail(cause, self._engine.state.trained)
         return None
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -246,7 +247,7 @@ class CallbackRunner:
         try:
             function(state)
         except Exception as error:  # as in `run`
-            self._requests.fail(error, self._engine.trained)
+            self._requests.fail(error, self._engine.state.trained)
         return True
 
     def moment(self) -> Moment:
@@ -272,7 +273,7 @@ class CallbackRunner:
         return CallbackInfo(
             step=step,
             epoch=axis.slot(max(0, step - 1)).epoch + 1,
-            samples=self._engine.samples_before(step),
+            samples=self._engine.state.samples_before(step),
             total_steps=axis.total,
             metrics=MappingProxyType(self.metrics),
             history=tuple(history),

@@ -1,10 +1,10 @@
 """One rank's model, optimizer, data feed, training step and clock; it runs no collective.
 
-The worker makes one engine, the synchronizer drives it. Only the engine's own methods change its state. What it runs
-before the group forms, to compile and to measure, is in train/warm_up.py.
+The worker makes one engine, the synchronizer drives it. How far the run is, and what it knows of its past, is in its
+RunState (train/state.py). What it runs before the group forms, to compile and to measure, is in train/warm_up.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,11 +20,8 @@ from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState, Strategy
-from uneven.policy.axis import Part, Slot
-from uneven.policy.events import find_events
-from uneven.policy.ledger import Ledger
-from uneven.policy.packed import pack_log, pack_rounds
-from uneven.policy.recorded import Round
+from uneven.policy.axis import Axis, Part
+from uneven.policy.events import Events, find_events
 from uneven.policy.scale import lr_scale
 from uneven.results.state import read_structure
 from uneven.step.captured import CapturedStep
@@ -35,11 +32,11 @@ from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
 from uneven.timeline.record import Recorder
 from uneven.train.built import build_model, checked_optimizer
-from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.optimizer_tree import describe_made
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo
 from uneven.train.scheduled import check_schedule, grown_scale, make_schedule, schedule_position
+from uneven.train.state import RunState
 
 
 class Engine:
@@ -67,6 +64,7 @@ class Engine:
         )
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.optimizer_made = describe_made(self.optimizer)  # before a strategy puts its own in its place
+        self.state = RunState(recorder)
         self.settle_axis(config)
         self.step = EagerStep(
             self.model,
@@ -100,16 +98,16 @@ class Engine:
         # After the loss of a rank, until it is sharded anew: [Note: whole state in hand] in elastic/settle_shards.py.
         self.whole_state: FullState | None = None
         self.rolled_back = 0  # the number of the checkpoint that `whole_state` was read from, if it was
-        self.ledger = Ledger()  # what was trained before this run began or was resumed
-        # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
-        self.log = pack_log()
-        self.dropped = DroppedSteps()
-        self.rounds = pack_rounds()  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
-        self.trained = self.samples = 0  # the slot after the last one trained; samples of this rank
-        self.skipped_slots = 0  # the steps that the samples in `skipped` would have been
-        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
+
+    @property
+    def axis(self) -> Axis:
+        return self.state.axis
+
+    @property
+    def events(self) -> Events:
+        return self.state.events
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
         """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
@@ -141,8 +139,8 @@ class Engine:
 
     def settle_axis(self, config: RunConfig) -> None:
         """Make the axis, its events and the LR schedule; once more when an "auto" global_batch_size is settled."""
-        self.config, self.axis = config, make_axis(self.order, config, self.rank_info.world_size)
-        self.events = find_events(self.axis, config, self.task.evaluation, self.is_own_loop)
+        self.config, axis = config, make_axis(self.order, config, self.rank_info.world_size)
+        self.state.follow(axis, find_events(axis, config, self.task.evaluation, self.is_own_loop))
         for slot in () if config.replay is None else read_saves(config.replay):
             self.events.request_save(slot)
         # A scheduler is made once, since making it changes the optimizer's rates, and it may ask for the steps.
@@ -165,7 +163,8 @@ class Engine:
     def connect_reader(self, group: Group) -> None:
         """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""
         if self.reader is not None:
-            is_shared, first = self.config.is_model_parallel and group.world_size > 1, self.ledger.first_untrained
+            is_shared = self.config.is_model_parallel and group.world_size > 1
+            first = self.state.ledger.first_untrained
             self.reader.connect(group, self.axis, is_shared=is_shared, first_slot=first)
             if self.config.compile == "default" and not self.is_own_loop:
                 self.model.compile()  # where there is a warm-up, it does this
@@ -186,25 +185,12 @@ class Engine:
         self.step.check_params()
         if scale == 1.0 and self.schedule.is_constant:
             return
-        self.schedule.move_to(self.schedule_position(slot), grown_scale(scale, self.axis, self.samples_before(slot)))
+        grown = grown_scale(scale, self.axis, self.state.samples_before(slot))
+        self.schedule.move_to(self.schedule_position(slot), grown)
 
     def schedule_position(self, slot: int) -> int:
         """The LR schedule's position in a slot that lies after everything that was left out."""
-        return schedule_position(self.config, self.axis, slot, self.skipped_slots)
-
-    def samples_before(self, slot: int) -> int:
-        """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""
-        return self.axis.samples_before(slot) - sum(samples for _, samples in self.skipped)
-
-    def skip_epoch(self, epoch: int, trained_samples: int) -> None:
-        """The rest of an epoch is left out, of which all ranks together have trained so many samples."""
-        end = self.axis.epoch_end(epoch)
-        if left := self.axis.samples_before(end) - epoch * self.axis.samples - trained_samples:
-            is_local = self.config.is_local and self.rank_info.world_size > 1  # there each rank knows its own slots
-            self.skipped_slots += -(-left // self.axis.slot_size) if is_local else end - self.trained
-            self.skipped.append((epoch, left))
-            self.recorder.event("skip", epoch=epoch + 1, samples=left)
-        self.trained = end
+        return schedule_position(self.config, self.axis, slot, self.state.skipped_slots)
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
         """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""
@@ -241,62 +227,16 @@ class Engine:
             self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
-    def slot_at(self, position: int) -> int:
-        """The slot that is trained when so many are: the same number, but for gaps that a stop has left."""
-        return self.ledger.slot_at(position)
-
-    def slots_left(self) -> Iterator[Slot]:
-        """All slots that are not trained, in order; a stream's axis grows while they are trained."""
-        if not self.ledger.gaps:
-            return self.axis.slots(self.trained)
-        return (self.axis.slot(self.slot_at(position)) for position in range(self.trained, self.axis.total))
-
-    def record_part(self, part: Part, verdict: Verdict, position: int) -> list[BadStep]:
-        """Add a part to the log that proves exactly-once; returns the steps now known to be bad, which are dropped.
-
-        `position`: the number of slots that this rank has passed with it. A captured step's verdict is read when the
-        run-ahead has waited for it anyway.
-        """
-        self.log.append((part.slot.index, part.first, part.samples))
-        self.trained = position
-        self.samples += part.samples
-        self.dropped.add(part, verdict)
-        return self.settle_steps(ahead=RUN_AHEAD if self.step.answers_late else 0)
-
-    def settle_steps(self, ahead: int = 0) -> list[BadStep]:
-        """The bad steps among all but the last `ahead` ones; each is returned once."""
-        found = self.dropped.settle(ahead)
-        for part, fault in found:
-            self.samples -= part.samples
-            fields = {"slot": part.slot.index, "samples": part.samples, "by": fault.rank, "cause": str(fault)}
-            self.recorder.event("dropped", **fields)
-        return found
-
-    def record_round(self, round_: Round) -> None:
-        """Add a merged round of a local policy to the log."""
-        self.rounds.append(round_)
-
     @property
     def is_replaced_by_strategy(self) -> bool:
         """Whether a strategy makes the optimizer anew when the group has formed."""
         is_sharded = self.config.strategy in SHARDED or isinstance(self.optimizer, MuonAdamW)
         return is_sharded and self.rank_info.world_size > 1
 
-    def go_on_from(self, ledger: Ledger) -> None:
-        """All that this ledger has is trained, by whichever rank."""
-        self.ledger, self.trained = ledger, ledger.trained
-
-    def restore_log(self, log: Iterable[tuple[int, int, int]], rounds: Iterable[Round]) -> None:
-        """Before the first slot of a resumed run: what this rank has trained in earlier segments."""
-        self.log, self.rounds = pack_log(log), pack_rounds(rounds)
-
-    def restore_left_out(self, skipped: list[tuple[int, int]], skipped_slots: int) -> None:
-        """What the user's loop left out before the checkpoint."""
-        self.skipped, self.skipped_slots = skipped, skipped_slots
-
-    def reach_slot(self, slot: int) -> None:
-        """All slots before this one are trained, by whichever rank."""
-        self.trained = slot
+    @property
+    def late_verdicts(self) -> int:
+        """The steps of which it may not be known yet whether they were finite: `ahead` of RunState.commit."""
+        return RUN_AHEAD if self.step.answers_late else 0
 
     def follow_ranks(self, config: RunConfig) -> None:
         """Other ranks train with this one from now on; the axis stays. `config` has the settings of those ranks."""

@@ -45,7 +45,7 @@ def make_exact_policy(engine: Engine, costs: Sequence[Cost], is_model_parallel: 
     samples, lookahead = engine.axis.slot(0).samples, engine.feed.lookahead
     caps = tuple(int(min(cap * config.accumulate, samples)) for cap in engine.caps)
     if not engine.can_warm_up:
-        first = engine.trained + 1  # the slot before it compiles and allocates
+        first = engine.state.trained + 1  # the slot before it compiles and allocates
         return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
     # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
     is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
@@ -102,9 +102,9 @@ def capture_ahead(engine: Engine, shares: Shares, is_moving: bool) -> None:
         return
     rank, axis = engine.rank_info.rank, engine.axis
     full, last = axis.slot(0), axis.slot(axis.slots_per_epoch - 1)
-    own = shares(engine.trained, full.samples)[rank]
+    own = shares(engine.state.trained, full.samples)[rank]
     sizes = {full.samples: around(own, full.samples) if is_moving else [own]}
-    sizes.setdefault(last.samples, [shares(engine.trained, last.samples)[rank]])
+    sizes.setdefault(last.samples, [shares(engine.state.trained, last.samples)[rank]])
     parts = [(_part(engine, samples), slot_samples) for slot_samples, wanted in sizes.items() for samples in wanted]
     missing = [(part, slot_samples) for part, slot_samples in parts if not step.is_prepared(part.sizes, slot_samples)]
     if not missing:

@@ -112,7 +112,7 @@ class GradientSync:
         capture_ahead(self.engine, self.policy.shares, is_moving)
 
     def ledger(self) -> Ledger:
-        return self.engine.ledger.advanced_to(self.engine.trained)
+        return self.engine.state.ledger.advanced_to(self.engine.state.trained)
 
     def reset_timer(self) -> None:
         self._timer.start(self.engine.recorder.enter("data"))
@@ -122,7 +122,7 @@ class GradientSync:
 
     def parts(self) -> Iterator[Part]:
         engine, rank_info = self.engine, self.engine.rank_info
-        for position, slot in enumerate(engine.slots_left(), engine.trained):
+        for position, slot in enumerate(engine.state.slots_left(), engine.state.trained):
             if self._is_model_parallel:
                 yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
                 continue
@@ -136,15 +136,15 @@ class GradientSync:
         engine, is_stopped = self.engine, self.step(part, micros)
         if self._is_skipping:
             return self._end_event(self.epoch)
-        self._timer.leave_out(self.hooks.after_step(engine.trained))
+        self._timer.leave_out(self.hooks.after_step(engine.state.trained))
         if engine.rank_info.world_size == 1:
             is_stopped = self.hooks.is_stopping()  # also where a callback has just asked for it
             self.wished = self.hooks.wish()
         if self.wished:
-            request_event(engine.events, engine.trained, self.wished, engine.trained - 1)
-        is_stopped |= self.reach_event(engine.trained - 1)
+            request_event(engine.events, engine.state.trained, self.wished, engine.state.trained - 1)
+        is_stopped |= self.reach_event(engine.state.trained - 1)
         if is_stopped:
-            engine.recorder.event("stop", slot=engine.trained)
+            engine.recorder.event("stop", slot=engine.state.trained)
         return is_stopped
 
     def begin(self, part: Part) -> None:
@@ -156,7 +156,7 @@ class GradientSync:
         """The status takes the place of the next step's sum: the other ranks then do not update in that step."""
         engine = self.engine
         if engine.rank_info.world_size > 1:
-            check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.trained)
+            check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.state.trained)
         return self.follow_skip()
 
     def follow_skip(self) -> bool:
@@ -171,15 +171,16 @@ class GradientSync:
             self._is_skipping = False
             if self.guard is not None:
                 self.guard.leave_out(engine.axis.epoch_end(epoch))
-            engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
+            engine.state.skip_epoch(epoch)
         engine.recorder.enter("compute")
         self._follow_speeds()
         engine.run_ahead.drain()
-        self.note_bad_steps(engine.settle_steps())
+        self.note_bad_steps(engine.state.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
         if self.event_loss is None:
-            self.event_loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
-        is_stopped = self.hooks.reach(epoch, self.event_loss, first=epoch, until=engine.trained, step=step)
+            has_entry = engine.events.has_entry(engine.state.trained)
+            self.event_loss = engine.meter.take(self.group) if has_entry else float("nan")
+        is_stopped = self.hooks.reach(epoch, self.event_loss, first=epoch, until=engine.state.trained, step=step)
         self.event_loss = None
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.recenter()
@@ -205,7 +206,7 @@ class GradientSync:
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
-        bad_steps = engine.record_part(counted, verdict, engine.trained + 1)
+        bad_steps = engine.state.commit(counted, verdict, engine.state.trained + 1, engine.late_verdicts)
         if self.guard is not None:
             self.guard.done()
         # Only one rank alone learns of a bad step later, and it averages no buffers.
@@ -216,7 +217,7 @@ class GradientSync:
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A gradient sum of zeros in place of the next step's: the other ranks are waiting in that one."""
         engine = self.engine
-        samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
+        samples = engine.axis.slot(min(engine.state.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
         rows = engine.step.exchange(samples, lambda: own)
         return [RankStatus(int(StepStats._make(row).status)) for row in rows]
@@ -235,10 +236,10 @@ class GradientSync:
 
     @property
     def epoch(self) -> int:
-        return self.engine.axis.epochs_before(self.engine.trained)
+        return self.engine.axis.epochs_before(self.engine.state.trained)
 
     def ratio(self) -> tuple[int, ...]:
-        return self.policy.shares(self.engine.trained, self.engine.axis.slot(0).samples)
+        return self.policy.shares(self.engine.state.trained, self.engine.axis.slot(0).samples)
 
     def progress(self) -> dict[str, float]:
         return {}
@@ -246,7 +247,7 @@ class GradientSync:
     def finalize(self) -> None:
         self.engine.recorder.enter("compute")
         self.engine.run_ahead.drain()
-        self.note_bad_steps(self.engine.settle_steps())
+        self.note_bad_steps(self.engine.state.settle_steps())
         self.engine.recorder.enter("communication" if self.engine.rank_info.world_size > 1 else "other")
         self.average_buffers()
 
@@ -269,7 +270,7 @@ class GradientSync:
         """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
         axis = self.engine.axis
         events = self.engine.events
-        slot = self.engine.trained
+        slot = self.engine.state.trained
         epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
         is_over = slot == axis.epoch_end(epoch)
         is_event = slot > done and (is_over or events.evaluates(slot) or events.saves(slot))
@@ -324,7 +325,7 @@ class GradientSync:
     def note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
         if bad_steps:
-            self.notes += count_skipped(self.engine.dropped, bad_steps, self.engine.config.max_bad_steps)
+            self.notes += count_skipped(self.engine.state.dropped, bad_steps, self.engine.config.max_bad_steps)
             if self.guard is not None:
                 self.guard.note_dropped([part.slot.index for part, _ in bad_steps])
 

@@ -54,12 +54,12 @@ def make_slot_schedule(
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
     windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
-    windows.resume_at(engine.trained)
+    windows.resume_at(engine.state.trained)
     schedule = SlotSchedule(windows, rank, axis.total, None, config.max_staleness)
     if config.policy == "async":
         schedule.claim, schedule.ahead = claims.claim, claims
     schedule.lookahead = engine.feed.lookahead
-    schedule.parts = len(engine.log)
+    schedule.parts = len(engine.state.log)
     return windows, schedule
 
 
@@ -90,7 +90,7 @@ def note_shares(engine: Engine, counts: Sequence[int], costs: Sequence[Cost], *,
     is_measured = engine.can_warm_up and not engine.config.has_fixed_shares
     slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
     alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms] if is_measured else []
-    engine.recorder.event("shares", slot=0 if is_start else engine.trained, shares=list(counts), alone=alone)
+    engine.recorder.event("shares", slot=0 if is_start else engine.state.trained, shares=list(counts), alone=alone)
     return _advise(engine, costs) if is_measured and is_start else []
 
 
@@ -111,7 +111,7 @@ def leave_out_rest(
     assert isinstance(schedule, SlotSchedule), "a replay leaves nothing out"
     end = engine.axis.epoch_end(epoch)
     schedule.drop_before(end)
-    engine.skip_epoch(epoch, trained)
+    engine.state.skip_epoch(epoch, trained)
     return end, [row._replace(next_slot=max(row.next_slot, float(end)), returned=0.0, kept=0.0) for row in rows]
 
 
@@ -120,9 +120,9 @@ def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
 
     A collective. `mark`: this rank's number of parts at that event.
     """
-    own = [slot for slot, _, _ in engine.log[mark:]]
+    own = [slot for slot, _, _ in engine.state.log[mark:]]
     gathered = gather_json(engine.rank_info.group, own)
-    known = engine.ledger.advanced_to(max(last_event, engine.ledger.trained))
+    known = engine.state.ledger.advanced_to(max(last_event, engine.state.ledger.trained))
     return known.after(slot for data in gathered for slot in data)
 
 

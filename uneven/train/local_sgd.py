@@ -86,15 +86,15 @@ class LocalSGD:
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
         self.windows, self.slot_schedule = make_slot_schedule(engine, self.claims, costs)
-        self._mark = len(engine.log)  # this rank's parts at the last event
+        self._mark = len(engine.state.log)  # this rank's parts at the last event
         self.scale = LocalScale(engine, self.windows)
         if agreed is None:
-            self.epochs.epoch = engine.axis.epochs_before(engine.trained)
+            self.epochs.epoch = engine.axis.epochs_before(engine.state.trained)
         else:
-            agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.trained)
+            agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.state.trained)
         self.notes += self.scale.update()
-        if not engine.rounds:
-            engine.record_round(Round(engine.trained, self._mark, self._mark, self.scale.value))
+        if not engine.state.rounds:
+            engine.state.commit_round(Round(engine.state.trained, self._mark, self._mark, self.scale.value))
         self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
         self.agreed = None
         self._stragglers = Stragglers(engine.recorder, engine.rank_info, self.windows.counts)
@@ -110,14 +110,14 @@ class LocalSGD:
         if not isinstance(self.windows, Windows) or state.get("windows") is None:
             return
         self.windows.load_state_dict(state["windows"])
-        self.windows.resume_at(self.engine.trained)
+        self.windows.resume_at(self.engine.state.trained)
         self.scale.value, self.scale.is_known = state["lr_scale"]
         self.epochs.load_state_dict(state)
 
     def ledger(self) -> Ledger:
         """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
         if not self.is_stopped:
-            return self.engine.ledger.advanced_to(self.engine.trained)
+            return self.engine.state.ledger.advanced_to(self.engine.state.trained)
         return stopped_ledger(self.engine, self.windows.last_event, self._mark)
 
     def reset_timer(self) -> None:
@@ -140,10 +140,10 @@ class LocalSGD:
 
     def parts(self) -> Iterator[Part]:
         axis = self.engine.axis
-        last = min(self.engine.trained, axis.total - 1)
+        last = min(self.engine.state.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
-            real = None if index is None else self.engine.slot_at(index)
+            real = None if index is None else self.engine.state.slot_at(index)
             slot = None if real is None else self.stream_end.slot(real, self.epoch, self.slot_schedule)
             if slot is None:  # a round is due before the next slot, or a stream ends: an empty part lets `train` run it
                 slot = axis.slot(last)
@@ -173,7 +173,7 @@ class LocalSGD:
                 break
         self._begin_timing()
         if self.is_stopped:
-            self.engine.recorder.event("stop", slot=self.engine.trained)
+            self.engine.recorder.event("stop", slot=self.engine.state.trained)
         return self.is_stopped
 
     def begin(self, part: Part) -> None:
@@ -268,7 +268,7 @@ class LocalSGD:
 
     @property
     def _has_failed(self) -> bool:
-        return self.engine.dropped.in_a_row >= self.engine.config.max_bad_steps
+        return self.engine.state.dropped.in_a_row >= self.engine.config.max_bad_steps
 
     @property
     def _status(self) -> RankStatus:
@@ -292,8 +292,10 @@ class LocalSGD:
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
         self.tally.samples += part.samples
-        position = max(engine.trained, part.slot.index + 1)
-        self.tally.dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
+        position = max(engine.state.trained, part.slot.index + 1)
+        self.tally.dropped += sum(
+            bad.samples for bad, _ in engine.state.commit(part, verdict, position, engine.late_verdicts)
+        )
         self.tally.busy_ms += (step_ms := (now_ns - self._free_ns) / 1e6)
         return step_ms
 
@@ -308,7 +310,7 @@ class LocalSGD:
         if status or self.windows.is_blocking or engine.step.answers_late:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
-        tally.dropped += sum(bad.samples for bad, _ in engine.settle_steps())
+        tally.dropped += sum(bad.samples for bad, _ in engine.state.settle_steps())
         if self._has_failed and status < RankStatus.LEFT_EPOCH:
             status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
@@ -319,7 +321,7 @@ class LocalSGD:
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(entered.samples),
             dropped=float(entered.dropped),
-            **engine.dropped.last_fields,
+            **engine.state.dropped.last_fields,
             busy_ms=entered.busy_ms,
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
@@ -355,7 +357,7 @@ class LocalSGD:
         sent = self.average.traffic.payload_bytes
         slowest = min(filter(None, self.windows.speeds), default=0.0)  # of those that take part
         self.costs.received(arrived, began_ns, here_ns, user_ms, slowest, sent)
-        self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
+        self.notes += note_dropped(self.engine.state.dropped, rows, self.engine.axis.slot_size)
         return rows
 
     def merge(self, *, is_postponed: bool = False) -> None:
@@ -392,8 +394,8 @@ class LocalSGD:
         event = self.windows.last_event
         is_event = event != passed
         if is_event:
-            self.engine.reach_slot(event)
-            self._mark = len(self.engine.log)
+            self.engine.state.reach_slot(event)
+            self._mark = len(self.engine.state.log)
         if isinstance(self.windows, RecordedWindows) and self.windows.was_stopped:
             self.average_buffers()  # as where a stopped run is saved
         self.hooks.after_round(event if is_event else due)
@@ -402,7 +404,7 @@ class LocalSGD:
         if self.epoch > before:
             self.stream_end.passed()
             self.notes += self.scale.update()
-        self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
+        self.engine.state.commit_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
         if not is_postponed:
             self.is_stopped |= self.epochs.run()
         self.engine.recorder.enter("other")

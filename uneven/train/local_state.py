@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Era, decode
 from uneven.policy.recorded import RecordedWindows
 from uneven.policy.round_report import RoundReport
@@ -72,7 +71,7 @@ class EpochEnds:
         if stop == first and not is_inside:
             return
         # All may have got to an event with the round before it; held back by the event, they agree already.
-        self.engine.reach_slot(max(self.engine.trained, until))
+        self.engine.state.reach_slot(max(self.engine.state.trained, until))
         self.pending += self.calls(first, stop, until, is_inside=is_inside)
 
     def calls(self, first: int, stop: int, until: int, *, is_inside: bool) -> list[EventCall]:
@@ -110,12 +109,6 @@ class LocalState:
     losses: list[float]
     pending: list[EventCall]
     is_stopping: bool
-    saves: list[int]  # slots that were asked for ...
-    evaluations: list[int]  # ... while the run was on
-    dropped: tuple[int, int]
-    skipped: list[tuple[int, int]]  # (epoch, samples) that a loop of the user's own left out ...
-    skipped_slots: int  # ... and the steps that they would have been
-    epoch_sizes: list[int] = field(default_factory=list)  # of a stream without length
     # Of this settlement:
     ledger: dict[str, Any] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)  # the logs of members that are gone, as far as they count
@@ -129,18 +122,13 @@ class LocalState:
         read = dict(entry)
         read["eras"] = [Era(generation, rounds, tuple(members)) for generation, rounds, members in read["eras"]]
         read["pending"] = [EventCall._make(call) for call in read["pending"]]
-        read["skipped"] = [(epoch, samples) for epoch, samples in read["skipped"]]
-        for name in ("members", "lr_scale", "dropped"):
+        for name in ("members", "lr_scale"):
             read[name] = tuple(read[name])
         return cls(**read)
 
     @property
-    def new_ledger(self) -> Ledger:
-        return Ledger.from_json(self.ledger)
-
-    @property
     def lost_logs(self) -> list[dict[str, Any]]:
-        """As RunRecord.lost_logs keeps them."""
+        """As RunState.lost_logs keeps them."""
         return [{**log, "log": decode(log["log"]), "dropped": decode(log["dropped"])} for log in self.lost]
 
     def start(

@@ -1,7 +1,7 @@
 """A rank among the others: its identity and group, the interface it reports progress to, and its results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uneven.comm.clock import Clock
@@ -16,7 +16,7 @@ from uneven.timeline.clock import Machine
 from uneven.timeline.timeline import Timeline
 from uneven.train.clocks import MachineClocks
 from uneven.train.elastic.round_records import RoundRecords
-from uneven.train.run_record import RunRecord
+from uneven.train.state import RunState
 
 
 class Report(Protocol):
@@ -149,8 +149,9 @@ class RankResult:
     state: TrainedState
     timeline: Timeline
     log: list[tuple[int, int, int]]
-    rounds: list[tuple[int, int, int, float]]
+    rounds: Sequence[tuple[int, int, int, float]]
     traffic: Traffic
-    dropped: list[tuple[int, int, int]] = field(default_factory=list)
-    run: RunRecord = field(default_factory=RunRecord)  # saves and segments of the whole run
+    dropped: list[tuple[int, int, int]]
+    run: RunState  # history, saves and segments of the whole run
+    member: str | None = None  # this rank's name, where ranks may be lost or join
     read_gone: Callable[[], list[dict[str, Any]]] = list  # lanes of ranks that are gone (elastic/lane_records.py)

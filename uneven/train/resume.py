@@ -1,7 +1,7 @@
 """Go on from a checkpoint: what train/saves.py has written, given back to one rank.
 
-Resuming happens in two steps. `restore_engine`, before anything is compiled or measured: params, buffers, the position
-on the axis with its ledger, and optimizer state where this rank holds all of it (a captured step keeps the tensors'
+Resuming happens in two steps. `restore`, before anything is compiled or measured: params, buffers, position on the
+axis, ledger, the run's past, and optimizer state where this rank holds all of it (a captured step keeps the tensors'
 addresses). `restore_rest`, when the group has formed and the strategy is applied: sharded state, schedule, random
 states. On other devices, or another number of them, the data order and every slot's samples stay the same: a rank
 that the checkpoint does not have takes rank 0's optimizer state and random numbers of its own.
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from uneven.errors import InputError
 from uneven.parallel.strategy import FullState
-from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
-from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
 from uneven.results.state_tree import join_tree
@@ -27,7 +25,6 @@ from uneven.train.engine import Engine
 from uneven.train.optimizer_tree import join_optimizer
 from uneven.train.random_state import restore_random
 from uneven.train.rank_info import RankInfo
-from uneven.train.run_record import RunRecord
 from uneven.train.saves import param_names
 from uneven.train.synchronizer import Synchronizer
 
@@ -56,34 +53,6 @@ class Resumed:
         """This rank's part; a rank that the checkpoint does not have takes rank 0's."""
         return self.checkpoint.ranks[self._rank if self._is_known else 0]
 
-    def restore_record(self, run: RunRecord, axis: Axis) -> None:
-        """What the run knows of its past."""
-        record = self.record
-        run.history[:] = record["history"]
-        self._reopen_epoch(run.history, axis)
-        run.saves, run.stop_rounds = list(record["saves"]), list(record["stop_rounds"])
-        here = {"slot": self.ledger.trained, "samples": record["samples"], "devices": self._devices}
-        run.segments = [*record["segments"], here]
-        run.train_seconds = record["train_seconds"]
-        run.monitored = record.get("monitored")
-        # On every rank: the first one, which reports them, may be lost.
-        run.earlier_logs = self.logs(len(self._devices))
-        if (kept := record.get("kept")) is not None and self.checkpoint.best is not None:
-            best = self.checkpoint.best
-            fields: dict[str, Any] = {
-                kind: {name.removeprefix(f"{kind}."): t for name, t in best.items() if name.startswith(f"{kind}.")}
-                for kind in ("params", "buffers", "optimizer")
-            }
-            fields["extra"] = join_tree(kept.get("extra", {}), best)
-            run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
-
-    def _reopen_epoch(self, history: list[dict[str, Any]], axis: Axis) -> None:
-        """Where a smaller max_steps had ended the run inside an epoch that goes on now, its entry is no end of it."""
-        learn_sizes(axis, self.record)
-        trained = self.ledger.trained
-        if history and history[-1]["step"] == trained < axis.total and not axis.ends_epoch(trained):
-            history[-1] = {**history[-1], "is_inside_epoch": True}
-
     def restore_optimizer(self, engine: Engine) -> None:
         """Give a plain optimizer its whole state."""
         engine.optimizer.load_state_dict(self._optimizer_state(engine))
@@ -97,22 +66,34 @@ class Resumed:
         """What these members, in rank order, have taken over as their own: with one that is lost it would be, too."""
         return dict(zip(members, self.logs(0)[len(self.record["earlier_logs"]) :], strict=False))
 
-    def restore_engine(self, engine: Engine) -> None:
-        """Before the warm-up."""
-        record, own = self.record, self.own.record
-        learn_sizes(engine.axis, record)
+    def restore(self, engine: Engine) -> None:
+        """Before the warm-up: model, position and past. Where the run went on here is a segment of it."""
+        record, state = self.record, engine.state
+        state.resume(record, self.own.record if self._is_known else None, self.logs(len(self._devices)))
+        state.begin_segment({"slot": state.trained, "samples": record["samples"], "devices": self._devices})
+        self._restore_replica(engine)
+
+    def go_back(self, engine: Engine) -> None:
+        """In the middle of a run, where the model is whole: nothing that came after the checkpoint counts."""
+        engine.state.go_back(self.record, self.own.record if self._is_known else None, self.logs(0))
+        self._restore_replica(engine)
+        self.restore_progress(engine)
+
+    def _restore_replica(self, engine: Engine) -> None:
         self._load_model(engine)
         if not self._is_late(engine):
             self.restore_optimizer(engine)
         scaler = engine.step.precision.scaler
-        if scaler.is_enabled() and own["scaler"]:
-            scaler.load_state_dict(own["scaler"])
-        dropped = [(slot, first, samples) for slot, first, samples in own["dropped"]] if self._is_known else []
-        engine.go_on_from(self.ledger)
-        engine.restore_log(*((own["log"], own["rounds"]) if self._is_known else ((), ())))
-        engine.restore_left_out([(epoch, samples) for epoch, samples in record["skipped"]], record["skipped_slots"])
-        in_a_row = own["dropped_in_a_row"] if self._is_known else 0
-        engine.dropped.restore(dropped, record["dropped_samples"], in_a_row)
+        if scaler.is_enabled() and self.own.record["scaler"]:
+            scaler.load_state_dict(self.own.record["scaler"])
+        if (kept := self.record.get("kept")) is not None and self.checkpoint.best is not None:
+            best = self.checkpoint.best
+            fields: dict[str, Any] = {
+                kind: {name.removeprefix(f"{kind}."): t for name, t in best.items() if name.startswith(f"{kind}.")}
+                for kind in ("params", "buffers", "optimizer")
+            }
+            fields["extra"] = join_tree(kept.get("extra", {}), best)
+            engine.state.keep({**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"])
 
     def restore_rest(self, engine: Engine) -> None:
         """When the group has formed, just before the first slot."""
@@ -188,13 +169,6 @@ def find_end(run: Path, slot: int, rank_info: RankInfo) -> Resumed | None:
     at_end = [folder for folder in find_checkpoints(run) if slot_of(folder) == slot]
     found, _ = first_whole(at_end, lambda folder: Resumed(folder, rank_info))
     return found
-
-
-def learn_sizes(axis: Axis, record: Mapping[str, Any]) -> None:
-    """Tell the axis of a stream without length which of its epochs were read to their end."""
-    if isinstance(axis, StreamAxis):
-        for epoch, samples in enumerate(record["epoch_sizes"]):
-            axis.learn(epoch, samples)
 
 
 def check_model(checkpoint: Checkpoint, model: Mapping[str, Any], structure: str | None) -> None:

@@ -51,7 +51,7 @@ class RoundTally:
         self.samples = self.dropped = 0
         self.busy_ms = 0.0
         self.user_ns = 0  # code of the user's own
-        self.parts, self.bad_parts = len(engine.log), len(engine.dropped.parts)
+        self.parts, self.bad_parts = len(engine.state.log), len(engine.state.dropped.parts)
         self.entered: Entered | None = None
         self.lineage = Lineage()
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
@@ -61,7 +61,7 @@ class RoundTally:
         engine, info = self._engine, self._engine.rank_info
         if info.records is None:
             return
-        info.records.write(info.generation, 0, engine.log, engine.dropped.parts, engine.rounds[-1])
+        info.records.write(info.generation, 0, engine.state.log, engine.state.dropped.parts, engine.state.rounds[-1])
         members = gather_json(info.group, info.member)
         self.lineage = Lineage(generation=info.generation, members=tuple(members))
 
@@ -69,8 +69,8 @@ class RoundTally:
         """A round takes along all that this rank has trained; the meter begins anew."""
         assert self.entered is None, "one round in flight"
         engine = self._engine
-        parts = len(engine.log)
-        bad_parts = len(engine.dropped.parts)
+        parts = len(engine.state.log)
+        bad_parts = len(engine.state.dropped.parts)
         losses = engine.meter.pop_async()
         busy_ms = self.busy_ms * self._enqueued_over_done()
         self.entered = Entered(self.samples, self.dropped, busy_ms, self.user_ns, parts, bad_parts, losses)
@@ -88,11 +88,11 @@ class RoundTally:
         if records is None:
             return lambda: None
         assert entered is not None, "a round was entered"
-        parts, dropped = engine.log[self.parts : entered.parts], engine.dropped.parts[self.bad_parts :]
-        about = Round(due, entered.parts, engine.rounds[-1].merged, lr_scale)
+        parts, dropped = engine.state.log[self.parts : entered.parts], engine.state.dropped.parts[self.bad_parts :]
+        about = Round(due, entered.parts, engine.state.rounds[-1].merged, lr_scale)
         generation = self.lineage.generation
         number = self.lineage.rounds + 1
-        last = engine.rounds[-1]
+        last = engine.state.rounds[-1]
         return lambda: records.write(generation, number, parts, dropped, about, last)
 
     def commit(self) -> None:

@@ -22,11 +22,10 @@ from uneven.policy.exact import Fixed
 from uneven.step.evaluation import evaluate, monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner, Moment
-from uneven.train.elastic.settle import Kept
 from uneven.train.engine import Engine
 from uneven.train.rank_info import Report
-from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
+from uneven.train.state import Kept
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.wishes import Wish, Wishes
 
@@ -38,9 +37,7 @@ Span = tuple[Mark, Mark]
 class _Before:
     """What an event that has begun, or a stop, would change again."""
 
-    entries: int
-    saves: int
-    stops: int
+    past: tuple[int, int, int]
     span: Span
     schedule: dict[str, Any] | None
 
@@ -70,14 +67,12 @@ class RunEvents:
     def __init__(
         self,
         engine: Engine,
-        run: RunRecord,
         saves: Saves,
         callbacks: CallbackRunner,
         wishes: Wishes,
         report: Report,
     ) -> None:
         self._engine = engine
-        self._run = run
         self._saves = saves
         self._callbacks = callbacks
         self._wishes = wishes
@@ -87,8 +82,8 @@ class RunEvents:
         self.synchronizer: Synchronizer | None = None
         self.own_loop: OwnLoop | None = None  # where the user's own code trains
         # The history's last entry: (slots, training seconds) before and after it.
-        self.span: Span = ((0, 0.0), (engine.trained, run.train_seconds))
-        self.done = engine.trained  # all events up to this slot are over
+        self.span: Span = ((0, 0.0), (engine.state.trained, engine.state.train_seconds))
+        self.done = engine.state.trained  # all events up to this slot are over
         self._before: _Before | None = None  # of the event that has begun and is not over, or of the run's stop
         self.may_undo = False  # the run can go on without a rank; of the settler
         self._callbacks_before: Moment | None = None  # of the event that has begun; until all know whether it counts
@@ -116,10 +111,10 @@ class RunEvents:
         return self._wishes.ask(self._recorder.clock())
 
     def after_step(self, slot: int) -> int:
-        return self._callbacks.run("on_step", slot, self._run.history)
+        return self._callbacks.run("on_step", slot, self._engine.state.history)
 
     def after_round(self, slot: int) -> int:
-        return self._callbacks.run("on_round", slot, self._run.history)
+        return self._callbacks.run("on_round", slot, self._engine.state.history)
 
     def before_change(self) -> None:
         self._saves.wait_taken()
@@ -149,9 +144,9 @@ class RunEvents:
         return is_stopped
 
     def _keep_before(self) -> None:
-        schedule, run = self._engine.schedule, self._run
+        schedule = self._engine.schedule
         kept = schedule.state_dict(first_needed=0) if schedule.needs_metric else None
-        self._before = _Before(len(run.history), len(run.saves), len(run.stop_rounds), self.span, kept)
+        self._before = _Before(self._engine.state.mark(), self.span, kept)
 
     def undo(self) -> None:
         """Forget what an event that was not reached by all ranks has changed here, or a stop after which it goes on.
@@ -159,11 +154,7 @@ class RunEvents:
         Callbacks follow in `settle_callbacks`.
         """
         if self._before is not None:
-            for entry in self._run.history[self._before.entries :]:
-                self._engine.dropped.report_again(entry.get("dropped", 0))
-            del self._run.history[self._before.entries :]
-            del self._run.saves[self._before.saves :]
-            del self._run.stop_rounds[self._before.stops :]
+            self._engine.state.forget_after(self._before.past)
             self.span = self._before.span
             if self._before.schedule is not None:
                 self._engine.schedule.load_state_dict(self._before.schedule)
@@ -182,43 +173,33 @@ class RunEvents:
             self._callbacks.go_back_to(before)
 
     def record(self) -> dict[str, Any]:
-        """What the furthest rank tells of the events that are over, for `take_over`; as JSON."""
-        run, before = self._run, self._callbacks_before
+        """What the furthest rank tells of the events that are over beside its RunState, for `take_over`; as JSON."""
+        before = self._callbacks_before
         return {
-            "history": run.history,
-            "saves": run.saves,
-            "stop_rounds": run.stop_rounds,
-            "monitored": run.monitored,
             "schedule": self._engine.schedule.state_dict(first_needed=0),
-            "dropped": self._engine.dropped.counted,
             # One that has begun here is reached again, with the newcomers.
             "callbacks": self._callbacks.state_dict(is_needed=False) if before is None else before.states,
             "metrics": dict(self._callbacks.metrics),
-            "has_kept": run.kept is not None,
+            "has_kept": self._engine.state.kept is not None,
         }
 
-    def take_over(self, record: Mapping[str, Any], kept: Kept | None, done: int, *, is_newcomer: bool) -> None:
-        """All events up to slot `done` are over on the furthest rank: go on with its `record` and what it has kept.
+    def take_over(self, shared: Mapping[str, Any], kept: Kept | None, done: int, *, is_newcomer: bool) -> None:
+        """All events up to slot `done` are over on the furthest rank: go on with what it has `shared` and kept.
 
         A newcomer's callbacks go on from that rank's: else the first evaluation would be the best one to them.
         """
-        run = self._run
-        run.history[:] = record["history"]
-        run.saves = record["saves"]
-        run.monitored = record["monitored"]
-        run.stop_rounds, run.kept = record["stop_rounds"], kept
-        self._engine.schedule.load_state_dict(record["schedule"])
-        self._engine.dropped.agree(*record["dropped"])
+        self._engine.state.take_past(shared, kept)
+        self._engine.schedule.load_state_dict(shared["schedule"])
         if is_newcomer:
-            self._callbacks.load_state_dict(record["callbacks"])
-            self._callbacks.metrics = record["metrics"]
+            self._callbacks.load_state_dict(shared["callbacks"])
+            self._callbacks.metrics = shared["metrics"]
         self.done = done
 
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
         """The engine is where a checkpoint was taken, and what came after it has not happened (roll_back.py)."""
         self._before = self._callbacks_before = None
-        self.done = self._engine.trained
-        self.span = ((0, 0.0), (self._engine.trained, self._saves.train_seconds))
+        self.done = self._engine.state.trained
+        self.span = ((0, 0.0), (self._engine.state.trained, self._saves.train_seconds))
         self._callbacks.load_state_dict(callbacks)
         self._callbacks.forget_requests()
 
@@ -245,9 +226,7 @@ class RunEvents:
             if clash := entry.keys() & metrics.keys():
                 raise name_clash(clash)
             entry |= metrics
-        if dropped := self._engine.dropped.take_unreported():
-            entry["dropped"] = dropped  # samples of all ranks
-        self._run.history.append(entry)
+        self._engine.state.add_entry(entry)
         is_stopped = self._after_evaluation(entry, metrics) if metrics else False
         is_stopped |= self._save_checkpoint(slot)
         self._recorder.enter("other")
@@ -258,15 +237,15 @@ class RunEvents:
     def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
         """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
         if self._engine.schedule.needs_metric or self._engine.config.keep_best is not None:
-            self._run.monitored = monitored(metrics, self._engine.config.monitor)
+            self._engine.state.follow_metric(monitored(metrics, self._engine.config.monitor))
         if self._engine.schedule.needs_metric:
-            self._engine.schedule.step_metric(metrics[str(self._run.monitored)])
+            self._engine.schedule.step_metric(metrics[str(self._engine.state.monitored)])
         self._callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
-        self._callbacks.run("on_eval", entry["step"], self._run.history)
+        self._callbacks.run("on_eval", entry["step"], self._engine.state.history)
         agreed = self.agree()
         if agreed.keeps:
             self._recorder.enter("checkpoint")
-            self._run.kept = self._saves.tensors(), entry
+            self._engine.state.keep(self._saves.tensors(), entry)
         self._callbacks.forget_keep()
         return agreed.stopped is not None
 
@@ -275,10 +254,11 @@ class RunEvents:
         assert self.synchronizer is not None, "an epoch ends after round 0"
         if not self._engine.events.saves(slot):
             return False
-        assert self._engine.trained == slot, f"{self._engine.trained} slots are trained where slot {slot} is saved"
+        trained = self._engine.state.trained
+        assert trained == slot, f"{trained} slots are trained where slot {slot} is saved"
         self._recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
-        self._run.saves.append(slot)
+        self._engine.state.note_save(slot)
         if self._saves.out is None or not self._saves.can_save():
             return False  # a replay without a folder: only what a checkpoint changes is repeated
         folder = self._saves.out / self._saves.name_at(slot)
@@ -287,7 +267,7 @@ class RunEvents:
             return False
         self._saves.finish()
         self._engine.rank_info.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
-        self._callbacks.run("on_save", slot, self._run.history, folder)
+        self._callbacks.run("on_save", slot, self._engine.state.history, folder)
         return self.agree().stopped is not None
 
     def _save(self, folder: Path, cause: str) -> None:
@@ -302,11 +282,11 @@ class RunEvents:
         """After the last epoch of the user's own loop, on all ranks: its checkpoint once more, where values are
         registered. The one before was taken inside the last step, and the code after that epoch may have changed them.
         """
-        slot, out = self._engine.trained, self._saves.out
+        slot, out = self._engine.state.trained, self._saves.out
         is_saved = slot == self._engine.axis.total and self._engine.events.saves(slot) and self._saves.why_not is None
         if out is None or not is_saved:
             return
-        rows = gather_rows(self._engine.rank_info.group, (float(bool(self._run.user)),))
+        rows = gather_rows(self._engine.rank_info.group, (float(bool(self._engine.state.user)),))
         if any(row[0] for row in rows):  # a script may register on one rank alone
             self._recorder.enter("checkpoint")
             self._save(out / self._saves.name_at(slot), "interval")
@@ -318,12 +298,12 @@ class RunEvents:
         ledger = self.synchronizer.ledger()
         if ledger.trained in (0, self._engine.axis.total):
             return
-        self._engine.reach_slot(ledger.trained)
+        self._engine.state.reach_slot(ledger.trained)
         self._keep_before()  # until the run is over: one that loses a rank before goes on, and stops at another slot
         if self._engine.rank_info.world_size > 1 and self._engine.config.is_local:
-            self._run.stop_rounds.append(len(self._engine.rounds) - 1)
+            self._engine.state.note_stop_round()
         else:
-            self._run.saves.append(ledger.trained)
+            self._engine.state.note_save(ledger.trained)
         if (folder := self._saves.folder_when_stopped()) is not None:
             self._save(folder / f"step-{ledger.trained}", "stop")
 
@@ -338,14 +318,14 @@ def _make_entry(
     """
     axis, (slots, seconds) = engine.axis, before
     slot, last = axis.epoch_end(epoch) if step is None else step, axis.slot(until - 1).epoch
-    skipped = {} if step is not None else dict(engine.skipped)
+    skipped = {} if step is not None else dict(engine.state.skipped)
     samples = axis.samples_before(until) - axis.samples_before(slots) - skipped.get(epoch, 0)
     return {
         "epoch": epoch + 1,
         "step": slot,
         **({} if step is None else {"is_inside_epoch": True}),
         **({"epochs": [first + 1, last + 1]} if last > first else {}),
-        "samples": engine.samples_before(slot),
+        "samples": engine.state.samples_before(slot),
         **({"skipped": skipped[epoch]} if epoch in skipped else {}),
         "train_loss": loss,
         "lr": engine.schedule.first_rate,

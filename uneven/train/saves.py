@@ -28,7 +28,6 @@ from uneven.config.names import MonitorMode
 from uneven.errors import InputError, NotFiniteError
 from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.ledger import Ledger
-from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import RankPart, Whole
 from uneven.results.checkpoint_folders import prune, remove_partial
 from uneven.results.saver import Saver
@@ -38,7 +37,6 @@ from uneven.train.copies import Copies, open_to_machines
 from uneven.train.engine import Engine
 from uneven.train.optimizer_tree import split_optimizer
 from uneven.train.random_state import capture_random
-from uneven.train.run_record import RunRecord, user_state
 
 Take = Callable[[], dict[str, Tensor]]
 MOST_BEGUN = 50  # saves that are remembered; one of them is whole
@@ -55,8 +53,8 @@ class Survival(Protocol):
 class Saves:
     """Life cycle: made with the worker, `connect` once the group has formed, `save` on all ranks at once, `finish`."""
 
-    def __init__(self, engine: Engine, run: RunRecord) -> None:
-        self._engine, self._run = engine, run
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._saver: Saver | None = None
         self._last: Path | None = None
         self._begun: list[tuple[int, Path]] = []  # every save of this run, whole or not
@@ -131,7 +129,7 @@ class Saves:
     def newest(self) -> int | None:
         """The slot of the newest checkpoint that this run can go back to; on the first machine, from any thread."""
         found = next((slot for slot, folder in reversed(self._begun) if folder.exists()), None)
-        return self._engine.ledger.trained if found is None and self._engine.config.resume is not None else found
+        return self._engine.state.ledger.trained if found is None and self._engine.config.resume is not None else found
 
     def wait_taken(self) -> None:
         """Before params or optimizer state are changed: [Note: snapshot for a checkpoint]."""
@@ -153,7 +151,6 @@ class Saves:
         """
         assert self._saver is not None, "connected when the group has formed"
         engine = self._engine
-        run = self._run
         info = self._engine.rank_info
         is_lead = info.rank == 0
         full = engine.full_state() if engine.full_state is not None else None
@@ -163,13 +160,10 @@ class Saves:
         state_dict = engine.optimizer.state_dict() if full is None else full.optimizer
         optimizer, optimizer_tensors = self._optimizer_tree(state_dict)
         random, random_tensors = capture_random(engine.device)
-        user, user_tensors = split_tree({name: user_state(value) for name, value in run.user.items()}, "user")
+        user, user_tensors = split_tree(engine.state.user_values(), "user")
         scaler = engine.step.precision.scaler
         own = {
-            "log": list(engine.log),
-            "rounds": list(engine.rounds),
-            "dropped": list(engine.dropped.parts),
-            "dropped_in_a_row": engine.dropped.in_a_row,
+            **engine.state.own(),
             "losses": engine.meter.totals.tolist(),
             "optimizer": optimizer,
             "random": random,
@@ -215,35 +209,26 @@ class Saves:
     ) -> Callable[[], Whole]:
         """What rank 0 adds: the agreed params and buffers, and the record."""
         engine = self._engine
-        run = self._run
         info = self._engine.rank_info
         params = self._snapshot(fields["params"])
         buffers = {name: tensor.to("cpu", copy=True) for name, tensor in fields["buffers"].items()}
         record = {
             **self._state(fields, stopped=stopped).record(),
+            **engine.state.checkpoint(ledger),
             "cause": cause,
             "world_size": info.world_size,
             "devices": [str(device) for device in info.devices],
             "is_local": engine.config.is_local and info.world_size > 1,
             "slot_size": engine.axis.slot_size,
-            "epoch_sizes": list(engine.axis.sizes) if isinstance(engine.axis, StreamAxis) else [],
             "order": f"{engine.order.fingerprint(engine.config.epochs):08x}",
-            "ledger": ledger.to_json(),
-            "monitored": run.monitored,
-            "saves": list(run.saves),
-            "stop_rounds": list(run.stop_rounds),
-            "segments": list(run.segments),
-            "earlier_logs": [*run.earlier_logs, *run.lost_logs],
             "train_seconds": self.train_seconds,
             "schedule": engine.schedule.state_dict(first_needed=self._first_needed(ledger)),
-            "skipped_slots": engine.skipped_slots,
-            "dropped_samples": engine.dropped.samples,
             **state,
         }
         record = copy.deepcopy(record)  # it is written while training goes on and changes lists that are in it
         best: dict[str, Tensor] | None = None
-        if run.kept is not None:
-            kept, entry = run.kept
+        if engine.state.kept is not None:
+            kept, entry = engine.state.kept
             best = {
                 f"{kind}.{name}": tensor
                 for kind in ("params", "buffers", "optimizer")
@@ -260,7 +245,7 @@ class Saves:
     @property
     def train_seconds(self) -> float:
         """Over all segments of the run."""
-        return self._run.train_seconds + self._engine.recorder.account().training_s
+        return self._engine.state.train_seconds + self._engine.recorder.account().training_s
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written, or until the group is lost, with a rank whose part is missing."""
@@ -291,7 +276,7 @@ class Saves:
 
     def result(self, stopped: str | None) -> TrainedState:
         """What the run returns: its last tensors, or those that a callback has kept."""
-        tensors, entry = (self.tensors(), None) if self._run.kept is None else self._run.kept
+        tensors, entry = (self.tensors(), None) if self._engine.state.kept is None else self._engine.state.kept
         state = self._state(tensors, entry, stopped)
         self.check_finite(state.params)
         return state
@@ -309,7 +294,7 @@ class Saves:
         for name, param in self._engine.model.named_parameters():
             if param.requires_grad and not is_finite(params[name]):
                 raise NotFiniteError(
-                    f"{name} is not finite after slot {self._engine.trained - 1} on rank "
+                    f"{name} is not finite after slot {self._engine.state.trained - 1} on rank "
                     f"{self._engine.rank_info.rank}, though losses and gradients were; such params are not saved: the "
                     "learning rate may be too high"
                 )
@@ -324,15 +309,15 @@ class Saves:
     def _state(
         self, tensors: dict[str, Any], best: dict[str, Any] | None = None, stopped: str | None = None
     ) -> TrainedState:
-        engine, trained = self._engine, self._engine.trained
+        engine, trained = self._engine, self._engine.state.trained
         is_finished = trained == engine.axis.total
         return TrainedState(
             **tensors,
-            history=list(self._run.history),
+            history=list(engine.state.history),
             config={**engine.config.to_json(), **self._formed_backend()},
             slot=trained,
-            samples=engine.samples_before(trained) - engine.dropped.samples,
-            skipped=list(engine.skipped),
+            samples=engine.state.samples_before(trained) - engine.state.dropped.samples,
+            skipped=list(engine.state.skipped),
             dataset_samples=engine.axis.epoch_samples,
             finished=is_finished,
             stopped=None if is_finished else stopped,
@@ -364,7 +349,7 @@ class Saves:
     def _prune(self, out: Path) -> None:
         config = self._engine.config
         if config.keep_last is not None or config.keep_best is not None:
-            name = self._run.monitored or config.monitor  # before the first evaluation nothing is the best
+            name = self._engine.state.monitored or config.monitor  # before the first evaluation nothing is the best
             prune(out, config.keep_last, config.keep_best, name, best_of(name or "", config.monitor_mode))
 
 

@@ -234,14 +234,14 @@ class LocalSGDSegments:
         end = synchronizer.windows.event
         start = synchronizer.windows.start
         known = worker.recorder.event_count
-        first, sent = len(worker.engine.log), synchronizer.average.traffic.payload_bytes
+        first, sent = len(worker.engine.state.log), synchronizer.average.traffic.payload_bytes
         began_ns = worker.recorder.clock()
         synchronizer.reset_timer()
         while synchronizer.windows.event == end:
             synchronizer.train(*next(self._stream))
         is_async = worker.config.policy == "async"
         ended_ns = synchronizer.costs.entered_ns if is_async else worker.recorder.clock()
-        samples = sum(samples for _, _, samples in worker.engine.log[first:])
+        samples = sum(samples for _, _, samples in worker.engine.state.log[first:])
         # The last round's own time comes after that: it counts here, as the first round's came before `began_ns`.
         own_s = synchronizer.costs.transfer_ms / 1e3 if is_async else 0.0
         seconds = (ended_ns - began_ns) / 1e9 + own_s
@@ -249,7 +249,7 @@ class LocalSGDSegments:
         rounds = [event.fields for event in worker.recorder.events_since(known) if event.kind == "round"]
         delays = [fields["delay"] for fields in rounds]
         costs = [(fields["wait_ms"], fields["transfer_ms"], fields["latency_ms"]) for fields in rounds]
-        steps, sent = len(worker.engine.log) - first, synchronizer.average.traffic.payload_bytes - sent
+        steps, sent = len(worker.engine.state.log) - first, synchronizer.average.traffic.payload_bytes - sent
         return Segment(samples / seconds, steps, list(synchronizer.windows.counts), sent, delays=delays, rounds=costs)
 
     def close(self) -> None:

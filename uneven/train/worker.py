@@ -40,7 +40,6 @@ from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.requests import Requests
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
-from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.scheduled import describe_schedule
 from uneven.train.synchronizer import Synchronizer
@@ -77,9 +76,8 @@ class Worker:
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder)
         self.callbacks = CallbackRunner(task.callbacks, self.engine)
-        self.run = RunRecord()
         self.resumed: Resumed | None = None
-        self.saves = Saves(self.engine, self.run)
+        self.saves = Saves(self.engine)
         self.wishes = Wishes(
             read_every(config.save_every),
             self.engine.events.evaluation,
@@ -89,7 +87,7 @@ class Worker:
         )
         self._resume()
         self.synchronizer: Synchronizer | None = None
-        self.events = RunEvents(self.engine, self.run, self.saves, self.callbacks, self.wishes, report)
+        self.events = RunEvents(self.engine, self.saves, self.callbacks, self.wishes, report)
         self.membership: Membership | None = None  # set where a launcher announces generations of ranks
         self.settler: Settler | None = None  # where the run can go on without a rank
         self._cost = UNMEASURED  # of this rank before the first step
@@ -99,16 +97,16 @@ class Worker:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        return self.run.history
+        return self.engine.state.history
 
     def _resume(self) -> None:
         """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
         if self.config.resume is None or self.rank_info.is_newcomer:
-            self.run.segments.append({"slot": 0, "samples": 0, "devices": [*map(str, self.rank_info.devices)]})
+            devices = [*map(str, self.rank_info.devices)]
+            self.engine.state.begin_segment({"slot": 0, "samples": 0, "devices": devices})
             return
         self.resumed = Resumed(self.config.resume, self.rank_info)
-        self.resumed.restore_record(self.run, self.axis)
-        self.resumed.restore_engine(self.engine)
+        self.resumed.restore(self.engine)
 
     @property
     def axis(self) -> Axis:
@@ -283,7 +281,7 @@ class Worker:
             return
         members = gather_json(self.group, self.rank_info.member)
         if self.resumed is not None and not self.config.is_local:  # there the first record of a rank has it
-            self.run.resumed_logs = self.resumed.logs_of(members)
+            self.engine.state.know_resumed(self.resumed.logs_of(members))
         self.settler = self._make_settler(self.membership, members)
         self.settler.begin()
         assert self.synchronizer is not None, "made when the group has formed"
@@ -327,8 +325,8 @@ class Worker:
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
             seconds = self.recorder.account().training_s
-            samples = self.engine.samples_before(self.engine.trained)
-            self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
+            samples = self.engine.state.samples_before(self.engine.state.trained)
+            self.report.stepped(samples, self.engine.state.samples, seconds, self.engine.meter.glance())
             self.events.report_notes()
         return is_stopped
 
@@ -337,18 +335,21 @@ class Worker:
         if engine.device.type == "cuda":
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         if info.world_size > 1:
-            self.recorder.event("traffic", steps=len(engine.log), **asdict(self.group.traffic))
-        known = (str(info.device), self._sampler.samples, engine.run_ahead.busy, info.machine, engine.samples)
+            self.recorder.event("traffic", steps=len(engine.state.log), **asdict(self.group.traffic))
+        known = (str(info.device), self._sampler.samples, engine.run_ahead.busy, info.machine, engine.state.samples)
         state, timeline = self.saves.result(self.stopped), Timeline.of(self.recorder, *known)
-        log, parts = [*engine.log], list(engine.dropped.parts)
-        gone = list if self.settler is None else self.settler.read_gone
-        return RankResult(state, timeline, log, [*engine.rounds], self.group.traffic, parts, self.run, gone)
+        log, parts = [*engine.state.log], list(engine.state.dropped.parts)
+        rounds, traffic = [*engine.state.rounds], self.group.traffic
+        if self.settler is None:
+            return RankResult(state, timeline, log, rounds, traffic, parts, engine.state)
+        read_gone = self.settler.read_gone
+        return RankResult(state, timeline, log, rounds, traffic, parts, engine.state, info.member, read_gone)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         info = self.rank_info
         rounds = {} if self.synchronizer is None else self.synchronizer.progress()
-        where: dict[str, Any] = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        where: dict[str, Any] = {"slot": self.engine.state.trained, "phase": self.recorder.state, "rounds": rounds}
         if (awaited := info.awaited) is not None:
             where["collective"] = awaited
         if self.settler is not None:
@@ -367,7 +368,7 @@ class Worker:
         self.events.agree()
         if not self._has_ended:
             self._has_ended = True
-            self._call_back("on_end", self.engine.trained)
+            self._call_back("on_end", self.engine.state.trained)
         self.events.agree()
 
     def _call_back(self, hook: str, step: int) -> int:

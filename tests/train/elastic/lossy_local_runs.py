@@ -133,10 +133,10 @@ def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:
 def recount(workers: list[Worker]) -> Tensor:
     """From the logs alone: what each sample's coordinate must be, by the weights of the round that it was in."""
     axis = workers[0].axis
-    run = workers[0].run
-    logs = [(one.engine.log, one.engine.rounds) for one in workers]
+    run = workers[0].engine.state
+    logs = [(one.engine.state.log, one.engine.state.rounds) for one in workers]
     logs += [(log["log"], log["rounds"]) for log in (*run.earlier_logs, *run.lost_logs)]
-    most = len(workers[0].engine.rounds)
+    most = len(workers[0].engine.state.rounds)
     # A newcomer's rounds, all of which are among the last, begin with one that tells where it joined.
     handed = [(0 if one[0][0] == 0 else most - len(one), parts, [row[1] for row in one]) for parts, one in logs]
     weights: Counter[int] = Counter()

@@ -62,7 +62,7 @@ def train(
         train_part = worker.train_part
 
         def watched(*arguments: Any) -> bool:
-            membership.is_asked |= worker.engine.trained == (leaves or {}).get(info.member or "")
+            membership.is_asked |= worker.engine.state.trained == (leaves or {}).get(info.member or "")
             return train_part(*arguments)
 
         worker.train_part = watched  # type: ignore[method-assign]

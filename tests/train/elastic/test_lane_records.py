@@ -89,7 +89,8 @@ def fake_engine(recorder: Recorder, **changes: Any) -> Any:
     info = SimpleNamespace(member="b", rank=1, device="cpu", machine=Machine(0, "localhost"))
     config = SimpleNamespace(is_local=False)
     device = torch.device("cpu")
-    known = {"recorder": recorder, "rank_info": info, "config": config, "device": device, "samples": 0, "log": []}
+    state = SimpleNamespace(samples=0, log=[])
+    known = {"recorder": recorder, "rank_info": info, "config": config, "device": device, "state": state}
     return SimpleNamespace(**known | changes)
 
 

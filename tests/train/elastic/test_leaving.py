@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("equal_speeds")
 def segments(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Of the generations after the first, as the first of those who stay tells them."""
     _, worker = next(iter(found.values()))
-    return list(worker.run.segments[1:])
+    return list(worker.engine.state.segments[1:])
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
@@ -35,7 +35,7 @@ def test_a_rank_leaves_after_a_round_with_all_that_it_trained(policy: str, leave
         (segment,) = segments(found)
         assert (len(found), segment["again_samples"], segment["again"]) == (2, 0, [])
         _, worker = next(iter(found.values()))
-        (log,) = [one for one in worker.run.lost_logs if one["log"]] or [{"log": []}]
+        (log,) = [one for one in worker.engine.state.lost_logs if one["log"]] or [{"log": []}]
         assert sum(part[2] for part in log["log"]) == leader.left[leaver], "its log counts in the result"
         samples += leader.left[leaver]
     assert samples > 0
@@ -81,8 +81,8 @@ def test_steps_are_done_once_where_a_rank_leaves(alone: TrainedState) -> None:
     exact.check(found, alone)
     assert leader.causes == ["a rank leaves"] * 2
     for state, worker in found.values():
-        assert [slot for slot, _, _ in worker.engine.log] == sorted({slot for slot, _, _ in worker.engine.log})
-        (lost,) = worker.run.lost_logs
+        assert (slots := [slot for slot, _, _ in worker.engine.state.log]) == sorted(set(slots))
+        (lost,) = worker.engine.state.lost_logs
         assert leader.left["m1"] == sum(samples for _, _, samples in lost["log"]) > 0
         losses = [(a["train_loss"], b["train_loss"]) for a, b in zip(state.history, alone.history, strict=True)]
         assert all(mine == pytest.approx(theirs, rel=1e-10) for mine, theirs in losses), losses

@@ -182,7 +182,8 @@ def test_an_evaluation_of_a_local_policy_that_is_done_again_counts_once(
     agree = CallbackRunner.agree
 
     def dying(runner: CallbackRunner, group: Any) -> Agreed:
-        is_second = runner._requests.hook == "on_eval" and runner._engine.trained == runner._engine.axis.epoch_end(1)
+        engine = runner._engine
+        is_second = runner._requests.hook == "on_eval" and engine.state.trained == engine.axis.epoch_end(1)
         if group.member == "m1" and is_second:
             raise DiedError
         return agree(runner, group)

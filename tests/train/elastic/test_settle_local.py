@@ -71,7 +71,7 @@ def test_a_rank_dies_between_sums_and_one_is_left_alone(policy: str) -> None:
     found, _ = train(3, [], act=kill("m2", 3), act_on_record=kill("m0", 2), policy=policy, epochs=2)
     check(found, epochs=2)
     for _, worker in found.values():
-        _, *later = worker.run.segments  # of generations in which ranks have settled: not necessarily all
+        _, *later = worker.engine.state.segments  # of generations in which ranks have settled: not necessarily all
         assert all({"members", "rolled", "again_samples"} <= one.keys() for one in later)
         numbers = [one["generation"] for one in later]
         assert numbers == sorted(set(numbers))

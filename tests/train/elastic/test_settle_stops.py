@@ -37,7 +37,7 @@ def lose_in(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, info_of: Cal
 def test_a_stop_that_was_interrupted_is_no_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str, where: str
 ) -> None:
-    monkeypatch.setattr(RunEvents, "is_stopping", lambda self: len(self._engine.log) > 3)
+    monkeypatch.setattr(RunEvents, "is_stopping", lambda self: len(self._engine.state.log) > 3)
     if where == "while it is saved":
         lose_in(monkeypatch, RunEvents, "_save", lambda events: events._engine.rank_info)
     else:
@@ -50,4 +50,4 @@ def test_a_stop_that_was_interrupted_is_no_stop(
         assert not state.finished
         assert len(state.stop_rounds) + len(state.saves) == 1, (state.stop_rounds, state.saves)
         assert bool(state.stop_rounds) == (policy == "cadence")
-        assert (tmp_path / f"step-{worker.engine.trained}" / "state.json").exists()
+        assert (tmp_path / f"step-{worker.engine.state.trained}" / "state.json").exists()

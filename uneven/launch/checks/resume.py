@@ -27,7 +27,7 @@ from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.built import checked_model, checked_optimizer
 from uneven.train.optimizer_tree import check_optimizer, kept_settings
-from uneven.train.resume import check_model, learn_sizes
+from uneven.train.resume import check_model
 
 RESULT_FILES = (
     *("state.json", "state.safetensors", "optimizer.safetensors", "log.json"),
@@ -122,7 +122,8 @@ def check_data(config: RunConfig, axis: Axis, order: EpochOrder) -> None:
     """InputError where the data set is another one than the checkpoint's, or nothing is left of a shorter run."""
     assert config.resume is not None
     record = read_record(config.resume)
-    learn_sizes(axis, record)
+    if isinstance(axis, StreamAxis):
+        axis.learn_all(record["epoch_sizes"])
     check_length(f"checkpoint {config.resume}", record["dataset_samples"], axis)
     if record["order"] != (own := f"{order.fingerprint(record['config']['epochs']):08x}"):
         raise InputError(

@@ -37,7 +37,7 @@ class LaneRecords:
         self._engine = engine
         self._member = engine.rank_info.member
         # With a local policy the log of a rank that is gone has what it had trained before the run was resumed, too.
-        self._restored = sum(samples for _, _, samples in engine.log) if engine.config.is_local else 0
+        self._restored = sum(samples for _, _, samples in engine.state.log) if engine.config.is_local else 0
         self._states = self._events = self._spans = self._parts = 0  # that are written, or wait for it
         self._waiting: list[Span] = []
         self._unsure: list[Span] = []  # of a CUDA device: it is not known yet whether it was busy
@@ -88,7 +88,7 @@ class LaneRecords:
         lane = Lane(info.rank, str(info.device), spans, info.machine.number)
         part = {
             "timeline": Timeline([lane], [], events, [], (info.machine,)).to_json() if spans else None,
-            "trained": engine.samples,
+            "trained": engine.state.samples,
             "restored": self._restored,
             "has_left": has_left,
         }

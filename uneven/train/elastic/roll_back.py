@@ -20,7 +20,6 @@ from uneven.comm.group import Group
 from uneven.errors import InputError, RefusedError
 from uneven.files import why_not_written
 from uneven.machines.transfer import LeaderFiles
-from uneven.policy.packed import pack_log
 from uneven.results.checkpoint import Checkpoint, files_of_ranks, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole
 from uneven.results.record import RECORD, crc32_of, listed_files
@@ -29,7 +28,6 @@ from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
-from uneven.train.run_record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -74,25 +72,13 @@ def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Fo
         notes.append(f"  passed over: {next(fault for fault in faults if fault)}")
 
 
-def go_back(engine: Engine, run: RunRecord, events: RunEvents, found: Found) -> None:
+def go_back(engine: Engine, events: RunEvents, found: Found) -> None:
     """This rank is where the checkpoint was taken; no collective, and nothing that another rank may wait for."""
-    resumed, seconds = found.resumed, run.train_seconds
+    resumed = found.resumed
     keep_whole(engine, resumed.full_state(engine))
     engine.rolled_back = found.which
     leave_shards(engine)
-    run.kept = None
-    run.generations = []
-    run.lost_logs = []
-    resumed.restore_record(run, engine.axis)
-    run.train_seconds = seconds  # this process has spent them, whatever became of its work
-    resumed.restore_engine(engine)
-    # Every rank knows what all of them had trained: whoever is lost next has nothing of its own before this.
-    run.earlier_logs = resumed.logs(0)
-    run.resumed_logs = {}
-    engine.log = pack_log()
-    engine.dropped.restore([], engine.dropped.samples, engine.dropped.in_a_row)
-    resumed.restore_progress(engine)
-    engine.events.take_requests((), ())
+    resumed.go_back(engine)
     events.go_back(resumed.own.record["callbacks"])
 
 

@@ -21,8 +21,6 @@ from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.policy.axis import Axis
-from uneven.policy.ledger import Ledger
-from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
@@ -33,10 +31,9 @@ from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.optimizer_tree import lay_out
-from uneven.train.resume import learn_sizes
+from uneven.train.state import Kept
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
-Kept = tuple[dict[str, Any], dict[str, Any]]  # tensors that a callback kept, and their entry: RunRecord.kept
 
 
 @dataclass(frozen=True)
@@ -163,43 +160,15 @@ def why_not_joined(engine: Engine) -> str | None:
     return None
 
 
-def position_of(engine: Engine) -> dict[str, Any]:
-    """Where the run is on its axis, for newcomers and whoever is behind; as JSON."""
-    axis, scaler = engine.axis, engine.step.precision.scaler
-    return {
-        "ledger": engine.ledger.to_json(),
-        "trained": engine.trained,
-        "skipped": engine.skipped,
-        "skipped_slots": engine.skipped_slots,
-        "dropped": engine.dropped.counted,
-        "epoch_sizes": list(axis.sizes) if isinstance(axis, StreamAxis) else [],
-        "saves": sorted(engine.events.extra_saves),
-        "evaluations": sorted(engine.events.extra_evaluations),
-        # Ranks of a local policy scale their own losses.
-        "scaler": scaler.state_dict() if scaler.is_enabled() and not engine.config.is_local else None,
-    }
-
-
-def take_position(engine: Engine, position: Mapping[str, Any]) -> None:
-    """A newcomer goes to where the others are; its own log is empty."""
-    learn_sizes(engine.axis, position)
-    engine.go_on_from(Ledger.from_json(position["ledger"]))
-    engine.restore_log((), ())
-    take_left_out(engine, position)
-    engine.dropped.agree(*position["dropped"])
-    engine.events.take_requests(position["saves"], position["evaluations"])
-    seed_newcomer(engine)
-
-
 def seed_newcomer(engine: Engine) -> None:
     """Not the masks that this rank, or rank 0, would have drawn at the beginning of the run."""
-    torch.manual_seed(engine.config.seed + 7919 * engine.rank_info.rank + 104729 * engine.trained)
+    torch.manual_seed(engine.config.seed + 7919 * engine.rank_info.rank + 104729 * engine.state.trained)
 
 
-def take_left_out(engine: Engine, position: Mapping[str, Any]) -> None:
-    """What the user's loop has left out on the other ranks, and how far they are."""
-    engine.reach_slot(position["trained"])
-    engine.restore_left_out([(epoch, samples) for epoch, samples in position["skipped"]], position["skipped_slots"])
+def scaler_state(engine: Engine) -> dict[str, Any] | None:
+    """For `take_scaler`; ranks of a local policy scale their own losses."""
+    scaler = engine.step.precision.scaler
+    return scaler.state_dict() if scaler.is_enabled() and not engine.config.is_local else None
 
 
 def take_scaler(engine: Engine, state: Mapping[str, Any] | None) -> None:
@@ -303,11 +272,11 @@ def settle_exact(
     own: Standing,
     settlement: Settlement,
     members: Sequence[str],
-    position: Mapping[str, Any],
+    scaler: Mapping[str, Any] | None,
 ) -> bool:
-    """Bring this rank to the furthest one's step, which has told its `position`; a collective. `before` is the
-    synchronizer of the lost group, if there was one, and `members` are those of the new one. False on
-    all where that is not possible, because shards are lost for good: nothing has changed then.
+    """Bring this rank to the furthest one's step, with its loss `scaler`; a collective. `before` is the synchronizer of
+    the lost group, if there was one, and `members` are those of the new one. False on all where that is not possible,
+    because shards are lost for good: nothing has changed then. `RunState.take` follows.
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained, or as dropped where the step was skipped. Else the slot is trained
@@ -321,17 +290,13 @@ def settle_exact(
     elif settlement.is_uneven:
         take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
-    take_scaler(engine, position["scaler"])
-    if is_behind:  # what ranks wished for travelled with the sum that it did not get
-        engine.events.take_requests(position["saves"], position["evaluations"])
+    take_scaler(engine, scaler)
     if before is not None and before.guard is not None:
         is_left_out = is_behind and own.skips < settlement.furthest.skips
-        was_applied, known = is_behind and not is_left_out, len(engine.log)
+        was_applied, known = is_behind and not is_left_out, len(engine.state.log)
         bad_steps = before.guard.end_interrupted(was_applied, settlement.furthest.fault)
-        before.weight += 0 if bad_steps else sum(samples for _, _, samples in engine.log[known:])
+        before.weight += 0 if bad_steps else sum(samples for _, _, samples in engine.state.log[known:])
         before.note_bad_steps(bad_steps)
-        if is_left_out:
-            take_left_out(engine, position)
     if settlement.has_newcomers:  # now that buffers are those of the last step that counts
         take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
     return True

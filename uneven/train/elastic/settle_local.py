@@ -9,7 +9,7 @@ after it, whenever another is lost: in the next generation those that had settle
 have been committed meanwhile without the rest.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
+from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settle import Settlement, seed_newcomer
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
@@ -43,7 +43,7 @@ def abandon(local: LocalSGD) -> None:
     """
     local.claims.close()
     local.engine.run_ahead.drain()
-    local.tally.dropped += sum(bad.samples for bad, _ in local.engine.settle_steps())
+    local.tally.dropped += sum(bad.samples for bad, _ in local.engine.state.settle_steps())
     if local.average.abandon():
         local.merge(is_postponed=True)
 
@@ -53,23 +53,24 @@ def held_by(local: LocalSGD) -> Held:
     if local.is_blank:
         return Held([])
     engine, schedule = local.engine, local.slot_schedule
-    since = [part for part in engine.log if part[0] >= _passed(local)]
+    since = [part for part in engine.state.log if part[0] >= _passed(local)]
     given: list[int] = []
     if local.agreed is None and isinstance(schedule, SlotSchedule):
-        given = [engine.slot_at(position) for position in schedule.slots]
+        given = [engine.state.slot_at(position) for position in schedule.slots]
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
 def settle_local(
     local: LocalSGD,
     group: Group,
-    members: tuple[str, ...],
+    generation: Generation,
     settlement: Settlement,
-    left: Collection[str] = (),
+    shared: Mapping[str, Any],
 ) -> LocalState:
-    """In the new group, with `members` in its rank order. Changes `local` and its engine once all has arrived.
+    """In the new group of `generation`, whose furthest rank has told what is `shared`. Changes `local` and its engine
+    once all has arrived.
 
-    Those who have `left` on purpose have trained nothing that is not in an average.
+    Those who have left on purpose have trained nothing that is not in an average.
 
     GroupLostError where another rank is lost meanwhile: then nothing has changed, and the next generation settles.
     Next comes a LocalSGD that goes on after `local`. One rank that is left alone trains on with GradientSync, and
@@ -77,13 +78,13 @@ def settle_local(
     """
     source, furthest = settlement.source, settlement.furthest
     held = [Held.from_json(data) for data in gather_json(group, held_by(local).to_json())]
-    own = _agree(local, held, members, left).to_json() if group.rank == source else None
+    own = _agree(local, held, generation).to_json() if group.rank == source else None
     agreed = LocalState.from_json(broadcast_json(group, own, source))
     is_behind = settlement.standings[group.rank].progress < furthest.progress
     is_sent = settlement.is_uneven or settlement.has_newcomers
     buffers = _send_average(local, group, source, is_behind) if is_sent else None
-    lineage = Lineage(agreed.eras, local.engine.rank_info.generation, members)
-    _apply(local, agreed, lineage, buffers if is_behind else None)
+    lineage = Lineage(agreed.eras, local.engine.rank_info.generation, generation.members)
+    _apply(local, agreed, lineage, shared, buffers if is_behind else None)
     if group.world_size == 1:
         _hand_over(local)
     return agreed
@@ -104,7 +105,7 @@ def _hand_over(local: LocalSGD) -> None:
     epochs = local.epochs
     engine = local.engine
     axis = local.engine.axis
-    position = engine.trained
+    position = engine.state.trained
     stop = max(epochs.epoch, axis.epochs_before(position))
     is_event = engine.events.evaluates(position) or engine.events.saves(position)
     is_inside = is_event and position > max(_passed(local), axis.epoch_end(stop - 1))
@@ -124,11 +125,10 @@ def _passed(local: LocalSGD) -> int:
 
 def _own_state(local: LocalSGD) -> LocalState:
     """What this rank knows to be agreed upon."""
-    engine = local.engine
     epochs = local.epochs
     agreed = local.agreed
     windows = local.windows
-    lineage, axis = local.tally.lineage, engine.axis
+    lineage = local.tally.lineage
     return LocalState(
         eras=lineage.eras,
         members=lineage.members if agreed is None else agreed.members,
@@ -140,12 +140,6 @@ def _own_state(local: LocalSGD) -> LocalState:
         losses=epochs.losses,
         pending=epochs.pending,
         is_stopping=local.others_stop or local.is_stopped,
-        saves=sorted(engine.events.extra_saves),
-        evaluations=sorted(engine.events.extra_evaluations),
-        dropped=engine.dropped.counted,
-        skipped=engine.skipped,
-        skipped_slots=engine.skipped_slots,
-        epoch_sizes=axis.sizes if isinstance(axis, StreamAxis) else [],
     )
 
 
@@ -154,14 +148,15 @@ def _windows_state(windows: Windows | RecordedWindows) -> dict[str, Any] | None:
     return windows.state_dict() if isinstance(windows, Windows) else None
 
 
-def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...], left: Collection[str]) -> LocalState:
+def _agree(local: LocalSGD, held: list[Held], generation: Generation) -> LocalState:
     """By the furthest rank: what counts."""
+    members = generation.members
     state, records = _own_state(local), local.engine.rank_info.records
     assert records is not None, "ranks that go on after a loss have written down what they handed in"
     lost = [records.read(state.eras, member) for member in local.tally.lineage.gone(members)]
     ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
     packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
-    is_any_lost = not {*local.tally.lineage.members} <= {*members, *left}
+    is_any_lost = not {*local.tally.lineage.members} <= {*members, *generation.left}
     again = trained_again(ledger, held) if is_any_lost else []
     return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
 
@@ -185,7 +180,9 @@ def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -
     return buffers
 
 
-def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch.Tensor | None) -> None:
+def _apply(
+    local: LocalSGD, agreed: LocalState, lineage: Lineage, shared: Mapping[str, Any], buffers: torch.Tensor | None
+) -> None:
     """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
     engine = local.engine
     tally = local.tally
@@ -199,7 +196,8 @@ def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch
         assert tally.entered is not None, "a rank is behind by the round that it has in flight"
         local.hooks.before_change()
         local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)
-        engine.record_round(Round(local.windows.due, tally.entered.parts, len(engine.log), local.scale.value))
+        done = len(engine.state.log)
+        engine.state.commit_round(Round(local.windows.due, tally.entered.parts, done, local.scale.value))
         tally.commit()
     tally.put_back()
     tally.lineage = lineage
@@ -209,12 +207,6 @@ def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch
     local.stream_end.passed()
     epochs.epoch, epochs.samples = agreed.epoch, agreed.epoch_samples
     epochs.losses, epochs.pending = list(agreed.losses), list(agreed.pending)
-    if isinstance(engine.axis, StreamAxis):
-        for epoch, samples in enumerate(agreed.epoch_sizes):
-            engine.axis.learn(epoch, samples)
-    engine.events.take_requests(agreed.saves, agreed.evaluations)
-    engine.dropped.agree(*agreed.dropped)
-    engine.restore_left_out(agreed.skipped, agreed.skipped_slots)
-    engine.go_on_from(agreed.new_ledger)
+    engine.state.take({**shared, "ledger": agreed.ledger, "trained": agreed.ledger["trained"]})
     if was_blank:
         seed_newcomer(engine)

@@ -31,13 +31,13 @@ from uneven.train.elastic.settle import (
     lost_logs,
     needs_checkpoint,
     no_checkpoint,
-    position_of,
+    scaler_state,
+    seed_newcomer,
     settle_buffers,
     settle_exact,
     settled_losses,
     share_kept,
     take_losses,
-    take_position,
     take_replica,
     why_not,
     why_not_joined,
@@ -49,7 +49,6 @@ from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.run_events import RunEvents
-from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.wishes import Wish
@@ -59,7 +58,6 @@ class Rank(Protocol):
     """The worker, as far as settling needs it."""
 
     engine: Engine
-    run: RunRecord
     events: RunEvents
     saves: Saves
 
@@ -80,7 +78,6 @@ class Settler:
         engine = rank.engine
         self._rank = rank
         self._engine = engine
-        self._run = rank.run
         self._events = rank.events
         self._saves = rank.saves
         self._membership = membership
@@ -91,7 +88,6 @@ class Settler:
         self._before: Synchronizer | None = None  # of the group that is lost; a newcomer has none
         self._lines: list[str] = []  # for the user, where all went back to a checkpoint
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
-        self._run.member = engine.rank_info.member
         self._events.may_undo = True
         self._saves.survival = self
         if engine.config.is_local:
@@ -103,7 +99,7 @@ class Settler:
         if not config.is_local:
             exchange_losses(self._engine.meter, info.group)
         self._defer_joins()
-        self._run.segments[-1] |= {"members": list(self._members)}
+        self._engine.state.name_members(self._members)
         self._lanes.tell()
         if info.rank == 0 and why_not_joined(self._engine) is None:
             exact = {"global_batch_size": self._engine.axis.slot_size, "max_global_batch_size": None}
@@ -151,7 +147,8 @@ class Settler:
 
     def read_gone(self) -> list[dict[str, Any]]:
         """The lanes of those who were in the run and are not any more; nothing where the launcher is gone, too."""
-        known = dict.fromkeys(member for segment in self._run.segments for member in segment.get("members", ()))
+        segments = self._engine.state.segments
+        known = dict.fromkeys(member for segment in segments for member in segment.get("members", ()))
         try:
             return self._lanes.read([member for member in known if member not in self._members])
         except RuntimeError:
@@ -172,7 +169,7 @@ class Settler:
             abandon(before)
         if has_handed_in(before, self._engine) and self._membership.must_leave():
             self._lanes.leave()
-            generation = self._membership.leave(info.generation, self._engine.samples)
+            generation = self._membership.leave(info.generation, self._engine.state.samples)
         else:
             generation = self._membership.await_next(info.generation, str(lost))
         self._before = before
@@ -212,73 +209,66 @@ class Settler:
         recorder = self._engine.recorder
         ms = (recorder.enter("other") - began_ns) / 1e6
         fields = {"number": generation.number, "why": generation.why, "ranks": len(generation.members), "ms": ms}
-        recorder.event("generation", slot=self._engine.trained, again=self._again, **fields)
+        recorder.event("generation", slot=self._engine.state.trained, again=self._again, **fields)
         lines = [f"  up to {self._again:,} samples are trained again"] if self._again and not self._lines else []
         self._membership.settled(generation.number, [*self._lines, *lines])
 
     def _enter(self, generation: Generation, cost: Cost | None) -> None:
         engine = self._engine
         info = self._engine.rank_info
-        run = self._run
+        state = engine.state
         old_members, before = self._members, self._before
         group = self._membership.form(generation, is_own_loop=engine.is_own_loop)
         info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.rank = info.rank
         if isinstance(before, GradientSync) and before.guard is not None:
-            known = len(engine.log)
+            known = len(engine.state.log)
             before.guard.end_applied()
-            before.weight += sum(samples for _, _, samples in engine.log[known:])
+            before.weight += sum(samples for _, _, samples in engine.state.log[known:])
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
-        record = broadcast_json(group, self._record() if group.rank == source else None, source)
+        shared = broadcast_json(group, self._shared() if group.rank == source else None, source)
         if self._events.own_loop is not None:
             self._events.own_loop.compare(group)
-        kept = share_kept(group, settlement, run.kept) if record["has_kept"] else None
+        kept = share_kept(group, settlement, state.kept) if shared["has_kept"] else None
         if is_local:
             if settlement.has_newcomers:
                 take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
             before = self._blank() if before is None else before
             assert isinstance(before, LocalSGD), "as the furthest one"
             settle_buffers(engine, None if own.is_newcomer else before, own, settlement)
-            agreed = settle_local(before, group, generation.members, settlement, generation.left)
-            found, run.lost_logs = describe(agreed, generation.members, settlement, engine.axis), agreed.lost_logs
+            agreed = settle_local(before, group, generation, settlement, shared)
+            found = describe(agreed, generation.members, settlement, engine.axis)
+            lost, ended = agreed.lost_logs, []
         else:
             assert before is None or isinstance(before, GradientSync), "as the furthest one"
-            if not settle_exact(engine, before, own, settlement, generation.members, record["position"]):
+            if not settle_exact(engine, before, own, settlement, generation.members, shared["scaler"]):
                 self._roll_back(generation, settlement, cost)
                 return
             settle_buffers(engine, before, own, settlement)
             losses = settled_losses(engine.meter, old_members, info.member, generation.members)
-            shared = broadcast_json(group, {"all": self._generations(before), "losses": losses}, source)
-            run.generations = shared["all"]
-            take_losses(engine.meter, shared["losses"], info.rank, are_taken=settlement.has_taken_losses)
-            run.lost_logs = lost_logs(run.generations, generation.members, engine.axis)
-        resumed = record["resumed_logs"]
-        run.earlier_logs = [
-            *record["earlier_logs"],
-            *(resumed[one] for one in resumed if one not in generation.members),
-        ]
-        run.resumed_logs = {one: log for one, log in resumed.items() if one in generation.members}
-        if engine.config.is_local and (info.world_size == 1 or not is_local):
-            # Alone, the rank has no rounds: what is known of the others by their rounds must not be forgotten.
-            run.earlier_logs = [*run.earlier_logs, *run.lost_logs]
-            run.lost_logs = []
-            run.generations = []
+            agreed_past = broadcast_json(group, {"ended": self._generations(before), "losses": losses}, source)
+            take_losses(engine.meter, agreed_past["losses"], info.rank, are_taken=settlement.has_taken_losses)
+            ended = agreed_past["ended"]
+            lost = lost_logs(ended, generation.members, engine.axis)
+            state.take(shared)
+            if own.is_newcomer:
+                seed_newcomer(engine)
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
-        if own.is_newcomer and not is_local:
-            take_position(engine, record["position"])
+        state.enter_generation(shared, self._segment(generation) | found, lost, ended)
+        if engine.config.is_local and (info.world_size == 1 or not is_local):
+            state.end_generations()
         self._again = found.get("again_samples", 0 if not self._lines else self._again)
-        run.segments = [*record["segments"], self._segment(generation) | found]
         self.is_over = settlement.is_over  # whoever is not needs the others once more
         if not self.is_over:
             self._events.undo()
         is_past = own.event < settlement.furthest.event
         self._events.settle_callbacks(counts=is_past)
         if is_past:
-            self._events.take_over(record, kept, settlement.furthest.event, is_newcomer=own.is_newcomer)
+            self._events.take_over(shared, kept, settlement.furthest.event, is_newcomer=own.is_newcomer)
         if isinstance(before, GradientSync):
             before.guard = StepGuard(engine)
         info.has_settled()
@@ -306,7 +296,7 @@ class Settler:
 
     def _roll_back(self, generation: Generation, settlement: Settlement, cost: Cost | None) -> None:
         """A shard is lost for good: go back to the newest checkpoint with all who are left, and train on from there."""
-        engine, run = self._engine, self._run
+        engine = self._engine
         if engine.is_own_loop:
             raise RankError("a shard and its copy are lost, and a loop of your own cannot go back to a checkpoint")
         engine.recorder.enter("checkpoint")  # reading may last
@@ -317,7 +307,7 @@ class Settler:
         furthest = max(one.progress for one in settlement.standings)
         if isinstance(self._before, GradientSync) and self._before.guard is not None:
             self._before.guard.end_interrupted(was_applied=False, fault=None)
-        go_back(engine, run, self._events, found)
+        go_back(engine, self._events, found)
         fresh = self._rank.new_synchronizer()  # what the old one knows of the replica is past
         assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
         self._before, fresh.guard = fresh, StepGuard(engine)
@@ -332,7 +322,7 @@ class Settler:
             *found.notes,
             f"  {found.name}: {samples:,} samples are trained again, from step {found.slot} on",
         ]
-        run.segments[-1:] = [self._segment(generation) | {"checkpoint": found.name, "again_samples": samples}]
+        engine.state.begin_segment(self._segment(generation) | {"checkpoint": found.name, "again_samples": samples})
         engine.rank_info.has_settled()
         self._train_on(old_members, fresh, cost, None)
 
@@ -356,7 +346,7 @@ class Settler:
         assert isinstance(before, GradientSync | LocalSGD), "one of the two"
         found = Standing(
             self._settled,
-            before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.trained,
+            before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.state.trained,
             self._events.done,
             self._members,
             is_local=isinstance(before, LocalSGD),
@@ -365,29 +355,23 @@ class Settler:
         )
         if isinstance(before, LocalSGD):
             return found
-        fault, skips = self._engine.dropped.last_fault, len(self._engine.skipped)
+        fault, skips = self._engine.state.dropped.last_fault, len(self._engine.state.skipped)
         return replace(found, event_loss=before.event_loss, fault=fault, skips=skips)
 
     def _generations(self, before: GradientSync | None) -> list[dict[str, Any]]:
         """All that are over, as the source knows them: with the one in which `before` trained."""
         guard = None if before is None else before.guard
         ended = [] if guard is None else [{"members": list(self._members), **guard.record()}]
-        return [*self._run.generations, *(one for one in ended if one["first"] < one["end"])]
+        return [*self._engine.state.generations, *(one for one in ended if one["first"] < one["end"])]
 
-    def _record(self) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         """What the source tells of the run."""
-        return {
-            "segments": self._run.segments,
-            "earlier_logs": self._run.earlier_logs,
-            "resumed_logs": self._run.resumed_logs,
-            "position": position_of(self._engine),
-            **self._events.record(),
-        }
+        return {**self._engine.state.shared(), **self._events.record(), "scaler": scaler_state(self._engine)}
 
     def _segment(self, generation: Generation) -> dict[str, Any]:
         return {
-            "slot": self._engine.trained,
-            "samples": self._engine.samples_before(self._engine.trained),
+            "slot": self._engine.state.trained,
+            "samples": self._engine.state.samples_before(self._engine.state.trained),
             "devices": [str(device) for device in generation.roster.devices],
             "generation": generation.number,
             "why": generation.why,
@@ -409,7 +393,7 @@ def has_handed_in(synchronizer: Synchronizer, engine: Engine) -> bool:
         return False  # another rank was lost: whether the last sum counts is not known before they have settled
     if isinstance(synchronizer, LocalSGD):
         tally = synchronizer.tally
-        return tally.entered is None and tally.parts == len(engine.log)
+        return tally.entered is None and tally.parts == len(engine.state.log)
     return True
 
 

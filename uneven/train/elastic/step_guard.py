@@ -23,7 +23,7 @@ class StepGuard:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._first = engine.trained
+        self._first = engine.state.trained
         self._plan: list[tuple[int, tuple[int, ...]]] = []  # (from this position on, shares)
         self._dropped: set[int] = set()  # slots of which all ranks dropped their parts
         self._left_out: list[tuple[int, int]] = []  # positions that a loop of the user's own left out
@@ -50,7 +50,7 @@ class StepGuard:
 
     def leave_out(self, end: int) -> None:
         """All ranks leave out what follows the last step, up to this position; so the step that has begun, too."""
-        self._left_out.append((self._engine.trained, end))
+        self._left_out.append((self._engine.state.trained, end))
         self._part = None
 
     def note_dropped(self, slots: Iterable[int]) -> None:
@@ -78,7 +78,7 @@ class StepGuard:
             engine.step.end_update()
         engine.step.cancel()
         if was_applied:
-            return engine.record_part(part, lambda: fault, engine.trained + 1)
+            return engine.state.commit(part, lambda: fault, engine.state.trained + 1, engine.late_verdicts)
         engine.meter.known = self._losses
         assert self._random is not None, "read when the step began"
         self._random.restore(engine.device)
@@ -89,11 +89,11 @@ class StepGuard:
         engine = self._engine
         return {
             "first": self._first,
-            "end": engine.trained,
-            "plan": [[position, list(shares)] for position, shares in self._plan if position < engine.trained],
+            "end": engine.state.trained,
+            "plan": [[position, list(shares)] for position, shares in self._plan if position < engine.state.trained],
             "dropped": sorted(self._dropped),
             "left_out": self._left_out,
-            "ledger": engine.ledger.to_json(),
+            "ledger": engine.state.ledger.to_json(),
         }
 
 
