@@ -273,7 +273,21 @@ class JoinedGroup(ProcessGroupCollectives):
             twin._lost.close()
         del self._family[1:]
 
+    def new_host_group(self) -> "JoinedGroup":
+        """As `new_group`, over Gloo alone: collectives of host tensors beside those of the user's group."""
+        self._lost.check()
+        twin = copy.copy(self)
+        twin.traffic = Traffic()
+        twin._nccl, twin._backends = None, {"cpu": gloo_backend()}
+        twin._gloo_devices = {"cpu"}
+        twin.process_group = self._form(twin._backends)
+        self._family.append(twin)
+        return twin
+
     def _form_next(self) -> Any:
+        return self._form(self._backends)
+
+    def _form(self, backends: dict[str, str]) -> Any:
         """torch's own new_group wants every rank of the world, or with local synchronization as many groups on every
         rank: it names the group by their number. So this one is unknown to torch, under a name that the ranks agree on.
         """
@@ -282,7 +296,7 @@ class JoinedGroup(ProcessGroupCollectives):
         types = dist.Backend.backend_type_map
         group: Any = dist.ProcessGroup(store, self.rank, self.world_size)
         made: dict[str, Any] = {}
-        for device, backend in self._backends.items():
+        for device, backend in backends.items():
             if backend not in made:
                 made[backend] = self._make_backend(backend, under(backend, store))
             group._register_backend(torch.device(device), types[backend], made[backend])
@@ -329,6 +343,15 @@ def as_group(group: AnyGroup) -> Group:
         f"group={group!r} must be a torch process group (as from torch.distributed.new_group) or None for the default "
         "one"
     )
+
+
+def as_host_group(group: AnyGroup) -> Group:
+    """A group of the same ranks for numbers on the host, whose collectives do not queue behind those of the user's.
+
+    A collective; `close` it.
+    """
+    joined = as_group(group)
+    return joined.new_host_group() if isinstance(joined, JoinedGroup) else joined.new_group()
 
 
 def has_nccl() -> bool:
