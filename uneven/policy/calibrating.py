@@ -31,6 +31,7 @@ class Calibrating:
     least: int = 1
     lookahead: int = 0
     caps: tuple[int, ...] | None = None
+    keeps_all: bool = False  # see Balanced
     _measured: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     _balanced: Balanced | None = None
 
@@ -52,7 +53,7 @@ class Calibrating:
             fitted([(shares[rank], ms[rank]) for _, shares, ms in self._measured if shares[rank] and ms[rank] > 0.0])
             for rank in range(self.ranks)
         )
-        self._balanced = Balanced(costs, self.slot_size, self.caps, self.least, self.lookahead)
+        self._balanced = self._balance(costs)
         return Move(self._first_balanced, self._balanced.shares(self._first_balanced, self.slot_size), 0.0)
 
     def fingerprint(self) -> int:
@@ -68,8 +69,7 @@ class Calibrating:
         """
         if state["balanced"] is None:
             return
-        unknown = (Cost(0.0, 1.0),) * self.ranks
-        balanced = Balanced(unknown, self.slot_size, self.caps, self.least, self.lookahead)
+        balanced = self._balance((Cost(0.0, 1.0),) * self.ranks)
         balanced.load_state_dict(state["balanced"])
         self.first, self._balanced = state["first"], balanced
 
@@ -77,6 +77,9 @@ class Calibrating:
     def costs(self) -> tuple[Cost, ...] | None:
         """The costs measured in the first slots; None until these are done."""
         return None if self._balanced is None else self._balanced.costs
+
+    def _balance(self, costs: tuple[Cost, ...]) -> Balanced:
+        return Balanced(costs, self.slot_size, self.caps, self.least, self.lookahead, keeps_all=self.keeps_all)
 
     @property
     def _first_balanced(self) -> int:

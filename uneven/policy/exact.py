@@ -64,6 +64,7 @@ class Fixed:
     """Constant shares in a ratio, one number per rank. `sync` is the ratio 1:1, as in DDP."""
 
     ratio: tuple[float, ...]
+    least: int = 1
 
     @classmethod
     def even(cls, ranks: int) -> "Fixed":
@@ -72,7 +73,7 @@ class Fixed:
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         del slot
-        return _by_fixed_ratio(self.ratio, samples)
+        return _by_fixed_ratio(self.ratio, samples, self.least)
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         del slot, samples, busy_ms
@@ -89,8 +90,8 @@ class Fixed:
 
 
 @lru_cache(maxsize=64)
-def _by_fixed_ratio(ratio: tuple[float, ...], samples: int) -> tuple[int, ...]:
-    return by_ratio(ratio, samples)
+def _by_fixed_ratio(ratio: tuple[float, ...], samples: int, least: int) -> tuple[int, ...]:
+    return by_ratio(ratio, samples, least)
 
 
 @dataclass
@@ -100,7 +101,8 @@ class Balanced:
     Each rank's cost has the form measured in warm-up (fixed + per sample) and one factor that follows its measured
     step times. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
     half when the direction reverses. The slot size never changes. A rank whose best share is 0 is left out and tried
-    again with a few samples now and then; one such probe that finds it fast again brings it back.
+    again with a few samples now and then; one such probe that finds it fast again brings it back. With `keeps_all` it
+    has those few samples in every slot: where a rank must run a backward pass anyway, nothing is gained without it.
 
     With `reach` shares move no farther than this from where they were when `recenter` was last called: a captured step
     has graphs for the sizes around them, and all ranks would wait for another one. A rank that straggles costs more
@@ -120,6 +122,7 @@ class Balanced:
     _damping: float = 1.0
     _probes: list[tuple[int, int]] = field(default_factory=list)  # (from this slot on, slots between two probes)
     reach: int | None = None
+    keeps_all: bool = False
     _homes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)  # planned too; see `reach`
     _home_factors: tuple[float, ...] = field(default=(), compare=False)  # when `recenter` was last called
     # Of `costs`, kept because they are needed in every slot.
@@ -149,7 +152,7 @@ class Balanced:
         every = _in_force(self._probes, slot)
         if slot % every < every - 1:
             return planned
-        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._smallest]
+        idle = self._idle(planned)
         return self._with_probe(planned, idle[(slot // every) % len(idle)]) if idle else planned
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
@@ -261,7 +264,15 @@ class Balanced:
         return earliest_ms(self.current_costs(), self.slot_size)
 
     def _best(self, costs: Sequence[Cost]) -> tuple[int, ...]:
-        return equal_finish(costs, self.slot_size, self.caps, self.least, self.grid)
+        shares = equal_finish(costs, self.slot_size, self.caps, self.least, self.grid)
+        if self.keeps_all:
+            for rank in self._idle(shares):
+                shares = self._with_probe(shares, rank)
+        return shares
+
+    def _idle(self, shares: Sequence[int]) -> list[int]:
+        """The ranks that are left out, and need not be."""
+        return [rank for rank, share in enumerate(shares) if share == 0 and self._cap(rank) >= self._smallest]
 
     @property
     def _smallest(self) -> int:
