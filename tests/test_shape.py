@@ -21,12 +21,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms from top to bottom: a room imports only rooms that stand below it, so no two rooms import each other.
 ROOMS = (
-    *("__main__", "cli", "templates", "bench", "api", "plan", "launch", "train", "results"),
+    *("__main__", "cli", "templates", "bench", "api", "core", "plan", "launch", "train", "results"),
     *("step", "parallel", "average", "data"),
     *("timeline", "graph", "machines", "install", "hardware", "comm"),
     *("simulate", "policy", "config", "files", "format", "errors", "version"),
 )
-ROOT_MODULES = {"__init__", "__main__", "errors", "files", "format", "version"}
+ROOT_MODULES = {"__init__", "__main__", "core", "errors", "files", "format", "version"}
 PURE = {
     "simulate",
     "policy",
