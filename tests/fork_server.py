@@ -5,9 +5,10 @@ one thread and runs no torch operation: a fork from among the threads of an Open
 with the process at the other end of its socket.
 
 A forked process differs from one that `python` starts in this: it has the server's modules (those named in `_warm_up`
-and what they import), its hash seed and its /proc/PID/environ; and at the end it leaves its objects to the kernel,
-which takes a second less: after threads and exit functions no `__del__` is called. Everything else is made alike:
-parent, session, standard streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, exit code.
+and what they import; torch._dynamo is loaded late in all of them, as in ranks), its hash seed and its
+/proc/PID/environ; and at the end it leaves its objects to the kernel, which takes a second less: after threads and exit
+functions no `__del__` is called. Everything else is made alike: parent, session, standard streams, environment, cores,
+arguments (in /proc/PID/cmdline, too), `__main__`, exit code.
 """
 
 import atexit
@@ -30,12 +31,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from uneven.launch.late_dynamo import load_dynamo_late
+
 PADDING = 8192  # bytes of the server's own command line, which the forked processes overwrite with theirs
 HEADER = 8  # bytes of a message's length
 WARM = (
-    "torch._dynamo",  # an optimizer's first step imports it
     "torch.distributed.optim",
-    "torch.distributed.tensor.debug",
     "cloudpickle",
     "numpy.random",
     "psutil",
@@ -244,6 +245,7 @@ def _show_args(args: list[str]) -> None:
 
 
 def _warm_up() -> None:
+    load_dynamo_late()  # a second more for each process that only makes an optimizer
     for name in WARM:
         import_module(name)
     gc.collect()

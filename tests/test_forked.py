@@ -98,9 +98,7 @@ def test_a_server_ends_with_the_process_that_uses_it() -> None:
 
 
 def test_a_command_beside_python_is_forked_too_and_torchruns_workers_with_it(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(
-        "import os, sys\nprint('torch._dynamo' in sys.modules, sys.argv, os.environ['RANK'])"
-    )
+    (tmp_path / "rank.py").write_text("import os, sys\nprint('torch' in sys.modules, sys.argv, os.environ['RANK'])")
     version = run_forked([Path(sys.executable).parent / "uneven", "--version"])
     assert version.stdout == f"uneven {uneven.__version__}\n"
     torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2", "rank.py", "word"]

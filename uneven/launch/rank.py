@@ -6,6 +6,7 @@ result-N/ or error-N.json with its own traceback. It ends with os._exit: torch's
 interpreter shutdown. Torch is imported only once this process runs on its own cores.
 """
 
+import gc
 import json
 import signal
 import sys
@@ -21,6 +22,7 @@ from uneven.errors import USER_ERRORS, Left, LeftLoopError, NotFiniteError, Term
 from uneven.launch.cleanup import end_cut_off_rank, end_rank, record_pid, watch_launcher
 from uneven.launch.control.rank_log import FOLDER as LOGS
 from uneven.launch.control.rank_log import begin_log, end_log, rank_file
+from uneven.launch.late_dynamo import load_dynamo_late
 from uneven.launch.processes import INTERRUPTED
 from uneven.launch.signals import RankSignal
 from uneven.launch.standard_streams import open_closed_streams
@@ -72,10 +74,16 @@ def main(folder: Path, number: int) -> None:
 
 
 def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
-    """Place the process on its cores, then load torch and say who it is."""
+    """Place the process on its cores, then load torch and say who it is.
+
+    What is loaded stays: the collector would go through all of torch's objects three times meanwhile, and again with
+    every full collection of the training.
+    """
     from uneven.hardware.cores import pin
 
     pin(plan["cores"])
+    load_dynamo_late()
+    gc.disable()
     import torch
 
     from uneven.hardware.device import parse_devices
@@ -84,6 +92,8 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     from uneven.launch.environment import LaunchEnvironment
     from uneven.launch.rank_place import RankPlace
 
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(plan["threads"])
     if plan["address"] is not None:
         from uneven.hardware.network import read_interfaces

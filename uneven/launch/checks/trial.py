@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
+from uneven.launch.late_dynamo import load_dynamo_late
 from uneven.parallel.catalog import check_optimizer
 from uneven.policy.axis import Axis
 from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer
@@ -100,6 +101,7 @@ def _run_and_exit(body: Callable[[], Any], writing: int) -> NoReturn:
             os.dup2(nowhere, number)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  a notebook's streams are not these files
         torch.set_num_threads(1)
+        load_dynamo_late()
         _write_all(writing, {"made": body()})
     except InputError as error:
         _write_all(writing, {"error": str(error)})
