@@ -135,7 +135,7 @@ def request_a_save(worker: Worker, at: int, ranks: tuple[int, ...]) -> None:
 
     def after_step(info: Any) -> None:
         if info.rank in ranks and info.step >= at and not worker.engine.state.saves:
-            worker.wishes.requests.save.set()
+            worker.inbox.requests.save.set()
 
     worker.callbacks._hooks["on_step"].append(("Request", after_step))
     worker.callbacks.is_any = True

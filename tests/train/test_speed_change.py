@@ -40,14 +40,14 @@ def train_changing(worker: Any, folder: Path) -> Any:
     del folder
 
     def become(joined: Any) -> None:
-        train_slot = joined.synchronizer.train
+        step = joined.synchronizer.step
 
-        def train(part: Any, micros: Any) -> bool:
+        def train(part: Any, micros: Any) -> Any:
             if joined.rank_info.rank == 1 and part.slot.index in SPEEDS:
                 joined.engine.throttle = Throttle(SPEEDS[part.slot.index])
-            return bool(train_slot(part, micros))
+            return step(part, micros)
 
-        joined.synchronizer.train = train
+        joined.synchronizer.step = train
 
     worker.after_joining = become
     return worker.train()

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ranks import Silent
 from uneven import TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.results.progress import Reporter
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker
@@ -60,13 +60,13 @@ def test_a_step_of_one_rank_adds_few_operations_to_a_plain_loop() -> None:
     config = resolve({"batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off"})
     task = Task(make_model, make_optimizer, loss_of, DATA)
     info = RankInfo(0, parse_devices("cpu"))
-    worker = Worker(task, config, info, lambda _: SoloGroup(), Requests(), Reporter("off"))
+    worker = Worker(task, config, info, lambda _: SoloGroup(), Requests(), Silent())
     with worker.recording():
         synchronizer = worker.prepare()
         stream = worker.engine.feed.stream(synchronizer.parts())
-        synchronizer.train(*next(stream))  # makes what is made once
+        worker.train_part(synchronizer, *next(stream))  # makes what is made once
         with Count() as count:
             for _ in range(STEPS):
-                synchronizer.train(*next(stream))
+                worker.train_part(synchronizer, *next(stream))
     gradients = 4  # each has a sum, and the host reads it
     assert count.operations / STEPS <= plain_operations() + 2 * gradients + 8

@@ -216,7 +216,8 @@ class BatchSteps:
             assert isinstance(synchronizer, GradientSync), "only there ranks update together"
             check_status([RankStatus(int(StepStats._make(row).status)) for row in left.rows], due.part.slot.index)
             self.drop()
-            return synchronizer.follow_skip()
+            synchronizer.follow_skip()
+            return self._worker.follow(synchronizer)
         return False
 
     def _slow_down(self) -> None:

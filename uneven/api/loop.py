@@ -21,7 +21,7 @@ from uneven.api.loop_progress import EpochLog, LoopRecovery, LoopResume
 from uneven.config import Task
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
-from uneven.errors import GroupLostError, InputError, LeftLoopError, RankError
+from uneven.errors import InputError, LeftLoopError, RankError
 from uneven.policy.axis import Part
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
@@ -66,8 +66,8 @@ class Loop(LoopCalls):
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._resume = LoopResume(worker, self._log)
-        self._recovery = LoopRecovery(worker, self._steps, self._log, self._resume)
-        worker.events.own_loop = self._recovery
+        self._recovery = LoopRecovery(worker, self._log, self._resume)
+        worker.events.use_loop(self._recovery)
         self._stream: Iterator[tuple[Part, Micros]] | None = None
         self._stream_of: Synchronizer | None = None  # whose parts are in it
         self._next_part: tuple[Part, Micros] | None = None  # from it, and not handed out
@@ -92,7 +92,7 @@ class Loop(LoopCalls):
             raise
         self._resume.start(self._synchronizer.epoch)
         worker.report.started(worker.axis, worker.engine.feed.place)
-        worker.wishes.start(worker.recorder.clock())
+        worker.inbox.start()
         self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
         atexit.register(self._finish_at_exit)
         if joins:
@@ -164,7 +164,7 @@ class Loop(LoopCalls):
         self._run(self._steps.end_slot)
         while self._synchronizer.epoch <= epoch and not self._is_stopped:  # else the last step is done, on every rank
             self._steps.drop()
-            self._run(lambda: self._synchronizer.skip_rest())
+            self._run(self.worker.skip_rest)
 
     def finish(self) -> TrainedState:
         """The trained state, the same on every rank; at an epoch's end, after the last or earlier on all ranks."""
@@ -173,25 +173,27 @@ class Loop(LoopCalls):
         self._check_usable()
         if self._resume.iterated is not None:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
-        while (state := self._end()) is None:
-            pass  # ranks were lost meanwhile: the others begin it again
-        return state
-
-    def _end(self) -> TrainedState | None:
         try:
-            self._end_together()
-            self.worker.events.save_end_of_loop()
-            return self._complete(was_interrupted=False)
-        except GroupLostError as lost:
-            self._go_on(lost)
-            return self._state
+            return self.worker.surviving(self._end, self._end_again)
         except InputError as error:  # found by all ranks together, as that their params differ
             self._broken = str(error)
             self._leave()
             raise
+        except RankError as error:
+            self._raise_for_all(str(error), type(error))
         except BaseException:
             self._open.close()
             raise
+
+    def _end(self) -> TrainedState:
+        self._end_together()
+        self.worker.events.save_end_of_loop()
+        return self._complete(was_interrupted=False)
+
+    def _end_again(self) -> TrainedState:
+        """Ranks were lost meanwhile, and the others may have come to the result."""
+        self._go_on()
+        return self._end() if self._state is None else self._state
 
     def _end_together(self) -> None:
         """All ranks have passed their last epoch together: who waits here waits for code of the user's own."""
@@ -271,12 +273,15 @@ class Loop(LoopCalls):
         Where a rank is lost meanwhile, and the others can go on, they have settled when it returns.
         """
         self._check_usable()
-        try:
+
+        def act() -> bool:
             is_stopped = bool(action())
             if is_stopped:
                 self._complete(was_interrupted=True)
-        except GroupLostError as lost:
-            is_stopped = self._go_on(lost)
+            return is_stopped
+
+        try:
+            is_stopped = self.worker.surviving(act, self._go_on)
         except InputError as error:
             self._fail(str(error))
         except RankError as error:
@@ -305,24 +310,19 @@ class Loop(LoopCalls):
         self._synchronizer.begin(part)
         self.worker.engine.step.begin()
 
-    def _go_on(self, lost: GroupLostError) -> bool:
-        """Settle with the ranks that are left; returns whether the run is over, because it was stopped before."""
-        while True:
-            self._is_completing = False
-            try:
-                is_stopped = self._recovery.recover(lost)
-            except RankError as error:
-                self._raise_for_all(str(error), type(error))
-            try:
-                if self._recovery.is_over:
-                    self._take_result()
-                elif is_stopped:
-                    self._complete(was_interrupted=True)
-                elif self._resume.iterated is None:
-                    self._user_since_ns = self.worker.recorder.enter("user")
-                return self._state is not None and self._was_interrupted
-            except GroupLostError as error:
-                lost = error
+    def _go_on(self) -> bool:
+        """Those who are left have settled; returns whether the run is over, because it was stopped before."""
+        self._is_completing = False
+        if self._steps.take_back():
+            self._log.forget()
+        is_stopped = self._recovery.reach()
+        if self._recovery.is_over:
+            self._take_result()
+        elif is_stopped:
+            self._complete(was_interrupted=True)
+        elif self._resume.iterated is None:
+            self._user_since_ns = self.worker.recorder.enter("user")
+        return self._state is not None and self._was_interrupted
 
     def _join_others(self) -> None:
         """They have settled with this rank, and reach the next event, if one was interrupted."""

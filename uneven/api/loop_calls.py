@@ -145,7 +145,7 @@ class LoopCalls:
             raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
         if self.worker.saves.why_not is not None:
             raise InputError(f"ddp.checkpoint(): {self.worker.saves.why_not}")
-        self.worker.wishes.requests.save.set()
+        self.worker.requests.save.set()
 
     def log(self, **values: Any) -> None:
         """Numbers for this epoch's entry in the history: means over all ranks, weighted by the samples of the batch.

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uneven.api.batch_steps import BatchSteps
 from uneven.comm.gather import gather_json
 from uneven.comm.group import Group
 from uneven.config import ENTRY_KEYS
-from uneven.errors import GroupLostError, InputError
+from uneven.errors import InputError
 from uneven.step.evaluation import name_clash
 from uneven.train.worker import Worker
 
@@ -217,9 +216,8 @@ class LoopRecovery:
     which ranks exchange something between epochs it is enough to know how many are done, and the result of the last.
     """
 
-    def __init__(self, worker: Worker, steps: BatchSteps, log: EpochLog, resume: LoopResume) -> None:
+    def __init__(self, worker: Worker, log: EpochLog, resume: LoopResume) -> None:
         self._worker = worker
-        self._steps = steps
         self._log = log
         self._resume = resume
         self.started = -1  # the epoch that all ranks have begun together; after the last one the end of the run
@@ -243,26 +241,16 @@ class LoopRecovery:
         if self._worker.settler is not None:
             self._worker.settler.check()
 
-    def recover(self, lost: GroupLostError) -> bool:
-        """Go on with whoever is left; returns whether a callback has stopped the run. Raises where it cannot go on."""
-        while True:
-            if self._worker.settler is None:
-                raise lost
-            self._worker.settler.settle(lost)
-            if self._steps.take_back():
-                self._log.forget()
-            try:
-                return self.reach()
-            except GroupLostError as error:
-                lost = error
-
     def reach(self) -> bool:
-        """What ranks that have settled do first, all of them: the event that was interrupted, if there was one."""
+        """What ranks that have settled do first, all of them: the event that was interrupted, if there was one.
+
+        Returns whether a callback has stopped the run.
+        """
         worker = self._worker
         if self.is_over:
             return False
         assert worker.synchronizer is not None, "made when the group has formed"
-        is_stopped = worker.events.agree().stopped is not None or worker.synchronizer.reach_event(worker.events.done)
+        is_stopped = worker.events.agree().stopped is not None or worker.reach_due()
         worker.synchronizer.reset_timer()
         return is_stopped
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
-from uneven.errors import GroupLostError, InputError
+from uneven.errors import InputError
 
 WANTED = "it must return the batch's mean loss as one scalar tensor, or (loss_sum, count)"
 
@@ -123,12 +123,10 @@ class LossMeter:
 
     def take(self, group: Group) -> float:
         """The mean loss of all ranks since the last take; waits for the device and resets the meter."""
-        own = torch.tensor(self.pop_async()(), dtype=torch.float64)
-        try:
-            found = self._mean(group.all_reduce(own.clone()).wait())
-        except GroupLostError:
-            self.totals += own.to(self.totals.device)  # for the next take, with whoever is left
-            raise
+        own = torch.tensor(self.totals.tolist(), dtype=torch.float64)
+        found = self._mean(group.all_reduce(own).wait())
+        self.totals.zero_()  # not before: where a rank is lost, the rest takes the mean again
+        self._pending = None
         self.known = [(0.0, 0.0)] * len(self.known)
         return float("nan") if found is None else found
 

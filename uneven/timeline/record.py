@@ -92,6 +92,10 @@ class Recorder:
         """The current state; safe to read from another thread."""
         return self._unpacked[-1][1]
 
+    def go_on_as(self, rank: int) -> None:
+        """This rank has another number from now on."""
+        self.rank = rank
+
     def event(self, kind: str, **fields: Any) -> None:
         self._events.append(Event(self.clock(), self.rank, kind, fields))
         if len(self._events) >= PACK_EVENTS:

@@ -148,6 +148,10 @@ class Engine:
         self.schedule = make_schedule(make_scheduler, self.optimizer, config, self.axis)
         check_schedule(self.schedule, self.task, config)
 
+    def leave_group(self) -> None:
+        """The group is lost, and its reducer with it."""
+        self.step.reducer = None
+
     def use_reducer(self, reducer: Reducer) -> None:
         """Sum gradients over the ranks with this reducer."""
         self.step.reducer = reducer

@@ -28,19 +28,22 @@ from uneven.train.dropped import BadStep, count_skipped
 from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
 from uneven.train.exact_policy import advise, capture_ahead, make_exact_policy
+from uneven.train.inbox import Inbox, Wish, request_event, wished
 from uneven.train.step_stats import StepStats, StepTimer, is_leaving, record_wait
 from uneven.train.stragglers import Stragglers
-from uneven.train.synchronizer import Hooks
-from uneven.train.wishes import Wish, request_event, wished
+from uneven.train.synchronizer import EventCall
 
 
 class GradientSync:
     """Invariant: after every slot all ranks hold the same params, up to how their devices round."""
 
-    def __init__(self, engine: Engine, hooks: Hooks) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, before_change: Callable[[], None]) -> None:
+        """`before_change` is called before params are changed outside the optimizer's step."""
         self.engine = engine
-        self.hooks = hooks
+        self.inbox = inbox
+        self.before_change = before_change
         self.wished = Wish.NONE  # by any rank, in the last step
+        self.is_stopped = False
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
@@ -131,47 +134,55 @@ class GradientSync:
                 self.guard.plan(position, shares)
             yield part_of(slot, shares, rank_info.rank, self.engine.micro_batch_size(shares[rank_info.rank]))
 
-    def train(self, part: Part, micros: Micros) -> bool:
-        """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
-        engine, is_stopped = self.engine, self.step(part, micros)
-        if self._is_skipping:
-            return self._end_event(self.epoch)
-        self._timer.leave_out(self.hooks.after_step(engine.state.trained))
-        if engine.rank_info.world_size == 1:
-            is_stopped = self.hooks.is_stopping()  # also where a callback has just asked for it
-            self.wished = self.hooks.wish()
-        if self.wished:
-            request_event(engine.events, engine.state.trained, self.wished, engine.state.trained - 1)
-        is_stopped |= self.reach_event(engine.state.trained - 1)
-        if is_stopped:
-            engine.recorder.event("stop", slot=engine.state.trained)
-        return is_stopped
+    def advance(self, done: int) -> EventCall | None:
+        """The event after the last step, if there is one."""
+        if self.engine.rank_info.world_size == 1:  # now: a callback may have just asked for something
+            asked = self.inbox.read()
+            self.is_stopped |= asked.is_stopping
+            self._follow(asked.wish)
+        return self.event_due(done)
+
+    def _follow(self, wish: Wish) -> None:
+        """What any rank wants after the last step."""
+        trained, self.wished = self.engine.state.trained, wish
+        if wish:
+            request_event(self.engine.events, trained, wish, trained - 1)
 
     def begin(self, part: Part) -> None:
         self.engine.begin_slot(part.slot.index, self.lr_scale)
         if self.guard is not None:
             self.guard.begin(part)
 
-    def skip_rest(self) -> bool:
+    def skip_rest(self) -> None:
         """The status takes the place of the next step's sum: the other ranks then do not update in that step."""
         engine = self.engine
         if engine.rank_info.world_size > 1:
             check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.state.trained)
-        return self.follow_skip()
-
-    def follow_skip(self) -> bool:
-        """End the epoch here, as a rank asked for in the last exchange; returns whether the run stops."""
         self._is_skipping = True
-        return self._end_event(self.epoch)
 
-    def _end_event(self, epoch: int, step: int | None = None) -> bool:
-        """The end of an epoch, or an event at a step inside it; returns whether a callback stops the run."""
-        engine = self.engine
+    def follow_skip(self) -> None:
+        """A rank has left out the rest of the epoch, in an exchange that was not `step`."""
+        self._is_skipping = True
+
+    def event_due(self, done: int) -> EventCall | None:
+        """The end of an epoch, or an event at a step inside it."""
+        engine, axis = self.engine, self.engine.axis
         if self._is_skipping:
+            epoch = self.epoch
             self._is_skipping = False
             if self.guard is not None:
-                self.guard.leave_out(engine.axis.epoch_end(epoch))
+                self.guard.leave_out(axis.epoch_end(epoch))
             engine.state.skip_epoch(epoch)
+            return self._call(epoch, None)
+        slot = engine.state.trained
+        epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
+        is_over = slot == axis.epoch_end(epoch)
+        is_event = slot > done and (is_over or engine.events.evaluates(slot) or engine.events.saves(slot))
+        return self._call(epoch, None if is_over else slot) if is_event else None
+
+    def _call(self, epoch: int, step: int | None) -> EventCall:
+        """With the mean loss since the last entry of the history; a collective, unless ranks had it already."""
+        engine = self.engine
         engine.recorder.enter("compute")
         self._follow_speeds()
         engine.run_ahead.drain()
@@ -180,29 +191,32 @@ class GradientSync:
         if self.event_loss is None:
             has_entry = engine.events.has_entry(engine.state.trained)
             self.event_loss = engine.meter.take(self.group) if has_entry else float("nan")
-        is_stopped = self.hooks.reach(epoch, self.event_loss, first=epoch, until=engine.state.trained, step=step)
+        return EventCall(epoch, self.event_loss, epoch, engine.state.trained, step)
+
+    def passed(self, is_stopped: bool) -> None:
+        self.is_stopped |= is_stopped
         self.event_loss = None
-        if step is None and isinstance(self.policy, Balanced) and not is_stopped:
+        engine = self.engine
+        is_end = engine.axis.ends_epoch(engine.state.trained)
+        if is_end and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.recenter()
             self._capture_ahead()
         self._timer.start(engine.recorder.enter("other"))
-        return is_stopped
 
-    def step(self, part: Part, micros: Micros) -> bool:
-        """One optimizer step; returns whether any rank was asked to stop."""
+    def step(self, part: Part, micros: Micros) -> int | None:
+        """One optimizer step of all ranks."""
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         self.begin(part)
         if engine.rank_info.world_size > 1:
-            is_stopped, verdict = self._synced_step(part, micros + self._dummies.of(part, self.policy.shares))
+            verdict = self._synced_step(part, micros + self._dummies.of(part, self.policy.shares))
         else:
             verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
-            is_stopped = self.hooks.is_stopping()
         engine.recorder.enter("other")
         if self._is_skipping:
-            return False
+            return None
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
@@ -212,7 +226,9 @@ class GradientSync:
         # Only one rank alone learns of a bad step later, and it averages no buffers.
         self.weight += 0 if bad_steps else part.samples
         self.note_bad_steps(bad_steps)
-        return is_stopped
+        if engine.rank_info.world_size > 1:
+            self._follow(self.wished)
+        return engine.state.trained
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A gradient sum of zeros in place of the next step's: the other ranks are waiting in that one."""
@@ -229,7 +245,7 @@ class GradientSync:
             has_own_rates = self.lr_scale == 1.0 and engine.schedule.is_constant
             check_replicas(self.group, engine.model, engine.optimizer, has_own_rates=has_own_rates)
             if info.has_cuda:
-                self.hooks.before_change()
+                self.before_change()
                 take_first(self.group, engine.model)
         self.buffers.run(self.group, self.weight)
         self.weight = 0
@@ -266,20 +282,10 @@ class GradientSync:
         if before is not None:
             self.buffers, self.weight = before.buffers, before.weight
 
-    def reach_event(self, done: int) -> bool:
-        """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
-        axis = self.engine.axis
-        events = self.engine.events
-        slot = self.engine.state.trained
-        epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
-        is_over = slot == axis.epoch_end(epoch)
-        is_event = slot > done and (is_over or events.evaluates(slot) or events.saves(slot))
-        return is_event and self._end_event(epoch, None if is_over else slot)
-
-    def _synced_step(self, part: Part, micros: Micros) -> tuple[bool, Verdict]:
+    def _synced_step(self, part: Part, micros: Micros) -> Verdict:
         """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
 
-        Returns whether any rank was asked to stop, and whether the step was finite.
+        Returns whether the step was finite.
         """
         engine = self.engine
         slot = part.slot
@@ -306,21 +312,22 @@ class GradientSync:
         self._unnoted = None if self._is_skipping else (slot, stats)
         if not engine.step.is_captured:
             self._follow_speeds()
-        return RankStatus.STOP_REQUESTED in statuses, lambda: fault
+        self.is_stopped |= RankStatus.STOP_REQUESTED in statuses and not self._is_skipping
+        return lambda: fault
 
     def _stats_of_step(self, part: Part) -> StepStats:
         """What this rank says with the sum of a step; called just before the last bucket is sent."""
         engine = self.engine
         # Before the wait for the device, which computes meanwhile.
         self._follow_speeds()
-        status = RankStatus.STOP_REQUESTED if self.hooks.is_stopping() else RankStatus.TRAINING
+        asked = self.inbox.read()
+        status = RankStatus.STOP_REQUESTED if asked.is_stopping else RankStatus.TRAINING
         fingerprint, user_ms = float(self.policy.fingerprint()), self._timer.take_user_ms()
-        wish = float(self.hooks.wish())
         is_first = float(engine.was_first_of_its_size(part))
         engine.run_ahead.catch_up()
         engine.simulate_slowdown(self._timer.began_ns)
         self._timer.stop(engine.recorder.enter("wait"))
-        return StepStats(self._timer.busy_ms, is_first, float(status), fingerprint, user_ms, wish)
+        return StepStats(self._timer.busy_ms, is_first, float(status), fingerprint, user_ms, float(asked.wish))
 
     def note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""

@@ -27,6 +27,7 @@ from uneven.train.agreement import RankStatus, check_agreement, check_status
 from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
+from uneven.train.inbox import Inbox, Wish, follow_wish
 from uneven.train.local_policy import (
     LocalScale,
     describe_guard,
@@ -38,25 +39,27 @@ from uneven.train.local_policy import (
 from uneven.train.local_state import EpochEnds, LocalState
 from uneven.train.rounds import RoundCosts, RoundTally
 from uneven.train.stragglers import Stragglers
-from uneven.train.synchronizer import Hooks
-from uneven.train.wishes import Wish, follow_wish
+from uneven.train.synchronizer import EventCall, Merged
 
 
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
 
-    def __init__(self, engine: Engine, hooks: Hooks) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, before_change: Callable[[], None]) -> None:
+        """`before_change` is called before params are changed outside the optimizer's step."""
         self.engine = engine
-        self.hooks = hooks
+        self.inbox = inbox
+        self.before_change = before_change
         self.wished = Wish.NONE
         self.notes: list[str] = []
-        self.epochs = EpochEnds(engine, hooks)
+        self.epochs = EpochEnds(engine)
         self.tally = RoundTally(engine)
         self.buffers = BufferAverage(engine.model)
         self.stream_end = StreamEnd(engine.axis)
         self.is_stopped = False
         self.others_stop = False  # another rank reported a stop request
         self._skips = False  # a rank leaves out the rest of the epoch
+        self._begun = 0  # the epoch in which the last step began
         self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
         self._free_ns = 0  # start of the rank's own work since its last collective
         self.claims = SlotClaims(self.group, engine.recorder)
@@ -152,37 +155,51 @@ class LocalSGD:
             last = slot.index
             yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
 
-    def train(self, part: Part, micros: Micros) -> bool:
-        """Train the part, if it has samples, then enter and merge the rounds that are due."""
-        if part.samples:
-            self.slot_schedule.trained(self._step(part, micros))
-            self.hooks.after_step(part.slot.index + 1)
-        while not self._is_ended:
+    def step(self, part: Part, micros: Micros) -> int | None:
+        """Train the part, if it has samples; an empty one is there for the rounds that are due."""
+        self._begun = self.epoch
+        if not part.samples:
+            return None
+        self.slot_schedule.trained(self._step(part, micros))
+        return part.slot.index + 1
+
+    def advance(self, done: int) -> Merged | EventCall | None:
+        """Enter and merge the rounds that are due, up to one that was merged, or an event that follows from it."""
+        if (call := self.event_due(done)) is not None:
+            return call
+        while not (self._is_ended or self._stays):
             if self.slot_schedule.in_flight:
                 if not self._may_merge():
                     break
-                epoch = self.epoch
-                self.merge()
-                # A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must
-                # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
-                if Wish.LEAVE in self.wished or (self.engine.is_own_loop and self.epoch > epoch):
-                    break
-            elif self._hurries or self.slot_schedule.is_due():
-                self._enter(self._status)
-            else:
+                return self.merge()
+            if not (self._hurries or self.slot_schedule.is_due()):
                 break
+            self._enter(self._status)
         self._begin_timing()
-        if self.is_stopped:
-            self.engine.recorder.event("stop", slot=self.engine.state.trained)
-        return self.is_stopped
+        return None
+
+    @property
+    def _stays(self) -> bool:
+        """A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must not pass
+        that epoch inside the iteration of this one; held by tests/api/test_loop.py. One that leaves goes first.
+        """
+        return Wish.LEAVE in self.wished or (self.engine.is_own_loop and self.epoch > self._begun)
+
+    def event_due(self, done: int) -> EventCall | None:
+        """Events that follow from the last round, and those that a loss has interrupted."""
+        del done  # those that are over are not pending
+        return self.epochs.due
+
+    def passed(self, is_stopped: bool) -> None:
+        self.epochs.pending.pop(0)
+        self.is_stopped |= is_stopped
 
     def begin(self, part: Part) -> None:
         self.engine.begin_slot(part.slot.index, self.scale.value)
 
-    def skip_rest(self) -> bool:
+    def skip_rest(self) -> None:
         """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
-        self._skips = True
-        return self.train(Part(self.engine.axis.slot(0), 0, 0, 1), [])
+        self._skips, self._begun = True, self.epoch
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A round at once, only for the status that travels in it."""
@@ -247,11 +264,6 @@ class LocalSGD:
             self.epochs = before.epochs
             self.others_stop = before.others_stop
 
-    def reach_event(self, done: int) -> bool:
-        """Events that a loss has interrupted, and those of a round that was merged without them."""
-        del done  # those that are over are not pending
-        return self.epochs.run()
-
     @property
     def _is_ended(self) -> bool:
         return self.is_stopped or self.slot_schedule.is_over
@@ -259,12 +271,14 @@ class LocalSGD:
     @property
     def _stops(self) -> bool:
         """This rank cannot go on, or any was asked to stop: rounds follow at once until every rank knows."""
-        return self._has_failed or self.others_stop or self.hooks.is_stopping()
+        return self._has_failed or self.others_stop or self.inbox.read().is_stopping
 
     @property
     def _hurries(self) -> bool:
         """Rounds follow at once. A rank that leaves trains nothing after the round that it hands its work in with."""
-        return self._stops or self._skips or Wish.LEAVE in self.hooks.wish()
+        asked = self.inbox.read()
+        is_hurried = self._has_failed or self.others_stop or self._skips
+        return is_hurried or asked.is_stopping or Wish.LEAVE in asked.wish
 
     @property
     def _has_failed(self) -> bool:
@@ -327,7 +341,7 @@ class LocalSGD:
             fingerprint=float(self.windows.fingerprint()),
             user_ms=entered.user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
-            wish=float(self.hooks.wish()),
+            wish=float(self.inbox.read().wish),
             limit=float(self.slot_schedule.set_limit()),
         )
         write_down = tally.writer(self.windows.due, self.scale.value)
@@ -345,7 +359,7 @@ class LocalSGD:
     def _receive(self) -> list[RoundReport]:
         """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
         recorder = self.engine.recorder
-        self.hooks.before_change()
+        self.before_change()
         began_ns = recorder.enter("wait")
         self.average.wait()
         here_ns = recorder.clock()
@@ -360,8 +374,8 @@ class LocalSGD:
         self.notes += note_dropped(self.engine.state.dropped, rows, self.engine.axis.slot_size)
         return rows
 
-    def merge(self, *, is_postponed: bool = False) -> None:
-        """Merge the average and do what follows from it; `is_postponed` leaves out the events, which need all ranks."""
+    def merge(self) -> Merged:
+        """Merge the average and do what follows from it, but for events, which need all ranks: they are pending."""
         due, anchor = self.windows.due, self.windows.anchor
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
@@ -398,13 +412,11 @@ class LocalSGD:
             self._mark = len(self.engine.state.log)
         if isinstance(self.windows, RecordedWindows) and self.windows.was_stopped:
             self.average_buffers()  # as where a stopped run is saved
-        self.hooks.after_round(event if is_event else due)
         before = self.epoch
         self.epochs.note(rows, event if is_event else None)
         if self.epoch > before:
             self.stream_end.passed()
             self.notes += self.scale.update()
         self.engine.state.commit_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
-        if not is_postponed:
-            self.is_stopped |= self.epochs.run()
         self.engine.recorder.enter("other")
+        return Merged(event if is_event else due)

@@ -1,14 +1,14 @@
 """What all ranks of a local policy agree upon beside params and buffers: epochs passed, losses, pending events.
 
 A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their mean,
-and `first` and `until` say over which slots it was taken. The calls that a round leads to are a list: an event that a
-lost rank interrupts is still in it, and is redone from its start. Where ranks are lost, the furthest one tells the
+and `first` and `until` say over which slots it was taken. The events that a round leads to are a list: one that a lost
+rank interrupts is still in it, and is redone from its start. Where ranks are lost, the furthest one tells the
 others all of it as a LocalState (train/elastic/settle_local.py), and LocalSGD goes on from that in the next group.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from uneven.policy.lineage import Era, decode
 from uneven.policy.recorded import RecordedWindows
@@ -16,25 +16,14 @@ from uneven.policy.round_report import RoundReport
 from uneven.policy.windows import Windows
 from uneven.train.engine import Engine
 from uneven.train.local_policy import LocalScale
-from uneven.train.synchronizer import Hooks
-
-
-class EventCall(NamedTuple):
-    """The arguments of Hooks.reach."""
-
-    epoch: int
-    loss: float
-    first: int
-    until: int
-    step: int | None = None
+from uneven.train.synchronizer import EventCall
 
 
 class EpochEnds:
-    """Life cycle: `learn` and `note` with every round that is merged, then `run`. The same on all ranks."""
+    """Life cycle: `learn` and `note` with every round that is merged. The same on all ranks."""
 
-    def __init__(self, engine: Engine, hooks: Hooks) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.hooks = hooks
         self.is_silent = False  # nothing is reached: a benchmark trains in segments
         self.epoch = 0  # epochs that all ranks have passed
         self.samples = 0  # of the epoch in progress, trained by all ranks
@@ -58,7 +47,7 @@ class EpochEnds:
     def note(self, rows: Sequence[RoundReport], event: int | None) -> None:
         """Add the round's losses; list the calls for every epoch that ends with it, and for an event at slot `event`.
 
-        A checkpoint may be taken at the event: everything else that belongs to the round is up to date before `run`.
+        A checkpoint may be taken at the event: everything else that belongs to the round is up to date before that.
         """
         self.losses[0] += sum(row.loss_sum for row in rows)
         self.losses[1] += sum(row.loss_count for row in rows)
@@ -83,16 +72,12 @@ class EpochEnds:
         ended = [EventCall(epoch, loss, first, until) for epoch in range(first, stop)]
         return [*ended, EventCall(stop, loss, first, until, until)] if is_inside else ended
 
-    def run(self) -> bool:
-        """Make the calls that are pending, in order; returns whether one of them stops the run."""
-        is_stopped = False
-        while self.pending:
-            call = self.pending[0]
-            is_stopped |= not self.is_silent and self.hooks.reach(
-                call.epoch, call.loss, first=call.first, until=call.until, step=call.step
-            )
-            self.pending.pop(0)
-        return is_stopped
+    @property
+    def due(self) -> EventCall | None:
+        """The first call that is pending: it stays so until all ranks have been through it."""
+        if self.is_silent:
+            self.pending.clear()
+        return self.pending[0] if self.pending else None
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,10 @@ class RankInfo:
         self.clocks = None
         self.join(group)
 
+    def keep_records(self, records: RoundRecords) -> None:
+        """What this rank hands in is written down there, from now on."""
+        self.records = records
+
     def has_settled(self) -> None:
         self.is_newcomer = False
 

@@ -1,8 +1,8 @@
 """What ranks do where all of them meet: an entry of the history, an evaluation, a checkpoint.
 
-The synchronizers call `reach` at every event of the axis, on all ranks alike. An event that a lost rank has interrupted
-is undone (`undo`) and reached again by whoever is left (train/elastic/settle.py), so nothing of it is in the history
-twice.
+`reach` is called at every event of the axis, on all ranks alike: the synchronizers say when. An event that a lost rank
+has interrupted is undone (`undo`) and reached again by whoever is left (train/elastic/settle.py), so nothing of it is
+in the history twice.
 """
 
 import threading
@@ -23,11 +23,11 @@ from uneven.step.evaluation import evaluate, monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner, Moment
 from uneven.train.engine import Engine
+from uneven.train.inbox import Inbox
 from uneven.train.rank_info import Report
 from uneven.train.saves import Saves
 from uneven.train.state import Kept
-from uneven.train.synchronizer import Synchronizer
-from uneven.train.wishes import Wish, Wishes
+from uneven.train.synchronizer import EventCall, Merged, Synchronizer
 
 Mark = tuple[int, float]  # (slots, training seconds) at an entry of the history
 Span = tuple[Mark, Mark]
@@ -59,25 +59,22 @@ class OwnLoop(Protocol):
 
 
 class RunEvents:
-    """Life cycle: made with the worker; `use` when the group has formed, then `reach` per event.
-
-    The Hooks of the synchronizers.
-    """
+    """Life cycle: made with the worker; `use` when the group has formed, then `follow` what synchronizers report."""
 
     def __init__(
         self,
         engine: Engine,
         saves: Saves,
         callbacks: CallbackRunner,
-        wishes: Wishes,
+        inbox: Inbox,
         report: Report,
     ) -> None:
         self._engine = engine
         self._saves = saves
         self._callbacks = callbacks
-        self._wishes = wishes
+        self._inbox = inbox
         self._report = report
-        self._evaluator = Evaluator(engine, wishes.requests.stop)
+        self._evaluator = Evaluator(engine, inbox.requests.stop)
         self._reported_notes = 0  # of the synchronizer
         self.synchronizer: Synchronizer | None = None
         self.own_loop: OwnLoop | None = None  # where the user's own code trains
@@ -85,8 +82,16 @@ class RunEvents:
         self.span: Span = ((0, 0.0), (engine.state.trained, engine.state.train_seconds))
         self.done = engine.state.trained  # all events up to this slot are over
         self._before: _Before | None = None  # of the event that has begun and is not over, or of the run's stop
-        self.may_undo = False  # the run can go on without a rank; of the settler
+        self.may_undo = False  # the run can go on without a rank
         self._callbacks_before: Moment | None = None  # of the event that has begun; until all know whether it counts
+
+    def expect_losses(self) -> None:
+        """From now on an event may have to be reached again."""
+        self.may_undo = True
+
+    def use_loop(self, loop: OwnLoop) -> None:
+        """The user's own code trains."""
+        self.own_loop = loop
 
     def use(self, synchronizer: Synchronizer) -> Synchronizer:
         """From now on it keeps this rank in step."""
@@ -104,20 +109,12 @@ class RunEvents:
         if lines := self._saves.take_notes():
             self._report.say(lines)
 
-    def is_stopping(self) -> bool:
-        return self._wishes.requests.stop.is_set() or self._callbacks.is_stopping()
-
-    def wish(self) -> Wish:
-        return self._wishes.ask(self._recorder.clock())
-
-    def after_step(self, slot: int) -> int:
-        return self._callbacks.run("on_step", slot, self._engine.state.history)
-
-    def after_round(self, slot: int) -> int:
-        return self._callbacks.run("on_round", slot, self._engine.state.history)
-
-    def before_change(self) -> None:
-        self._saves.wait_taken()
+    def follow(self, happened: Merged | EventCall) -> bool:
+        """What ranks do where a round was merged, or all of them meet; returns whether callbacks stop the run."""
+        if isinstance(happened, Merged):
+            self._callbacks.run("on_round", happened.slot, self._engine.state.history)
+            return False
+        return self.reach(happened)
 
     def close(self) -> None:
         """End the loader processes of the test set."""
@@ -131,17 +128,20 @@ class RunEvents:
         """Exchange what callbacks asked for, where all ranks come; raises on all ranks where one has failed."""
         return self._callbacks.agree(self._engine.rank_info.group)
 
-    def reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
-        """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
-        hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
-        callbacks have stopped the run.
+    def reach(self, call: EventCall) -> bool:
+        """All ranks have passed this epoch, or an event in it, and where it is evaluated or saved they hold the same
+        params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether callbacks have
+        stopped the run.
         """
         self._keep_before()
         self._callbacks_before = self._callbacks.moment() if self.may_undo else None
-        is_stopped = self._reach(epoch, loss, first=first, until=until, step=step)
+        is_stopped = self._reach(call)
         self._before = self._callbacks_before = None
-        self.done = max(self.done, self._engine.axis.epoch_end(epoch) if step is None else step)
+        self.done = max(self.done, self._slot_of(call))
         return is_stopped
+
+    def _slot_of(self, call: EventCall) -> int:
+        return self._engine.axis.epoch_end(call.epoch) if call.step is None else call.step
 
     def _keep_before(self) -> None:
         schedule = self._engine.schedule
@@ -203,18 +203,18 @@ class RunEvents:
         self._callbacks.load_state_dict(callbacks)
         self._callbacks.forget_requests()
 
-    def _reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None) -> bool:
+    def _reach(self, call: EventCall) -> bool:
         assert self.synchronizer is not None, "an epoch ends after round 0"
         self._recorder.enter("other")
-        slot = self._engine.axis.epoch_end(epoch) if step is None else step
+        slot = self._slot_of(call)
         if not self._engine.events.has_entry(slot):
             return self._save_checkpoint(slot)
-        if epoch == first:
-            self.span = (self.span[1], (until, self._saves.train_seconds))
+        if call.epoch == call.first:
+            self.span = (self.span[1], (call.until, self._saves.train_seconds))
         before, (_, now_s) = self.span
-        entry = _make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
-        if self.own_loop is not None and step is None:
-            entry |= self.own_loop.epoch_metrics(epoch)
+        entry = _make_entry(self._engine, call, before, now_s)
+        if self.own_loop is not None and call.step is None:
+            entry |= self.own_loop.epoch_metrics(call.epoch)
         self.report_notes()
         evaluation = self._engine.task.evaluation
         metrics: dict[str, float] = {}
@@ -222,7 +222,7 @@ class RunEvents:
             self._recorder.enter("evaluation")
             self.synchronizer.average_buffers()
             metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
-            self._wishes.evaluated(self._recorder.clock())
+            self._inbox.evaluated()
             if clash := entry.keys() & metrics.keys():
                 raise name_clash(clash)
             entry |= metrics
@@ -230,7 +230,7 @@ class RunEvents:
         is_stopped = self._after_evaluation(entry, metrics) if metrics else False
         is_stopped |= self._save_checkpoint(slot)
         self._recorder.enter("other")
-        self._recorder.event("epoch" if step is None else "evaluated", **entry)
+        self._recorder.event("epoch" if call.step is None else "evaluated", **entry)
         self._report.epoch_done(entry)
         return is_stopped
 
@@ -262,7 +262,7 @@ class RunEvents:
         if self._saves.out is None or not self._saves.can_save():
             return False  # a replay without a folder: only what a checkpoint changes is repeated
         folder = self._saves.out / self._saves.name_at(slot)
-        self._save(folder, "request" if self._wishes.requests.save.is_set() else "interval")
+        self._save(folder, "request" if self._inbox.requests.save.is_set() else "interval")
         if not self._callbacks.awaits_saves:
             return False
         self._saves.finish()
@@ -276,7 +276,7 @@ class RunEvents:
         state = {"synchronizer": self.synchronizer.state_dict(), "loop": loop}
         ledger = self.synchronizer.ledger()
         self._saves.save(folder, cause, ledger, state, self._callbacks.state_dict(), self._callbacks.stopped)
-        self._wishes.saved(self._recorder.clock())
+        self._inbox.saved()
 
     def save_end_of_loop(self) -> None:
         """After the last epoch of the user's own loop, on all ranks: its checkpoint once more, where values are
@@ -308,14 +308,13 @@ class RunEvents:
             self._save(folder / f"step-{ledger.trained}", "stop")
 
 
-def _make_entry(
-    engine: Engine, before: Mark, now_s: float, loss: float, *, epoch: int, first: int, until: int, step: int | None
-) -> dict[str, Any]:
-    """The entry of `epoch`, or at slot `step` in it; its speed is that since the entry `before`.
+def _make_entry(engine: Engine, call: EventCall, before: Mark, now_s: float) -> dict[str, Any]:
+    """The entry of an epoch, or at a slot in it; its speed is that since the entry `before`.
 
     Where loss and speed are known only over several epochs, from `first` to that of slot `until`, it says so in
     "epochs".
     """
+    epoch, loss, first, until, step = call
     axis, (slots, seconds) = engine.axis, before
     slot, last = axis.epoch_end(epoch) if step is None else step, axis.slot(until - 1).epoch
     skipped = {} if step is not None else dict(engine.state.skipped)

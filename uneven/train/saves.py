@@ -63,7 +63,7 @@ class Saves:
         self._copies = Copies()
         self._has_hooks = False  # of the optimizer, that wait for a copy
         self.out: Path | None = None  # rank 0's: others need not have been given any
-        self.survival: Survival | None = None  # where the run can go on without a rank
+        self._survival: Survival | None = None  # where the run can go on without a rank
         self.why_not: str | None = None  # no checkpoint can be taken of ranks on several machines; all know the same
 
     def connect(self) -> None:
@@ -253,8 +253,12 @@ class Saves:
             self._saver.finish(self._check)
 
     def _check(self) -> None:
-        if self.survival is not None:
-            self.survival.check()
+        if self._survival is not None:
+            self._survival.check()
+
+    def expect_losses(self, survival: Survival) -> None:
+        """From now on whoever waits for a checkpoint asks whether a rank was lost."""
+        self._survival = survival
 
     def close(self) -> None:
         info = self._engine.rank_info

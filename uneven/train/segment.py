@@ -168,7 +168,7 @@ class GradientSyncSegments:
         synchronizer.reset_timer()
         for _ in range(steps):
             part, micros = next(self._stream)
-            synchronizer.step(part, micros)  # not `train`: the end of an epoch is not part of a segment
+            synchronizer.step(part, micros)  # without `advance`: the end of an epoch is no part of a segment
             samples += part.samples
             busy.append(list(synchronizer.busy_ms))
             worker.recorder.enter("data")
@@ -238,7 +238,9 @@ class LocalSGDSegments:
         began_ns = worker.recorder.clock()
         synchronizer.reset_timer()
         while synchronizer.windows.event == end:
-            synchronizer.train(*next(self._stream))
+            synchronizer.step(*next(self._stream))
+            while synchronizer.advance(0) is not None:
+                pass  # rounds that were merged; there are no events
         is_async = worker.config.policy == "async"
         ended_ns = synchronizer.costs.entered_ns if is_async else worker.recorder.clock()
         samples = sum(samples for _, _, samples in worker.engine.state.log[first:])

@@ -1,52 +1,41 @@
 """The contract between the worker's loop and how ranks stay in step: GradientSync (exact) or LocalSGD (rounds)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.train.agreement import RankStatus
-from uneven.train.wishes import Wish
+from uneven.train.inbox import Wish
 
 
-class Hooks(Protocol):
-    """What a synchronizer asks of the rank that it belongs to: train/run_events.py."""
+class Merged(NamedTuple):
+    """A round was merged, at this slot."""
 
-    def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop."""
-        ...
+    slot: int
 
-    def wish(self) -> Wish:
-        """What this rank wants; asked in every exchange."""
-        ...
 
-    def after_step(self, slot: int) -> int:
-        """After every step of this rank, with the slots trained; returns the ns of the user's own code."""
-        ...
+class EventCall(NamedTuple):
+    """All ranks have passed an epoch or, at slot `step`, come to an event inside it.
 
-    def after_round(self, slot: int) -> int:
-        """After a round was merged, with its slot."""
-        ...
+    The loss is the mean since the last one, from epoch `first` up to slot `until`: a window of a local policy may span
+    several epochs, and then only their common mean is known.
+    """
 
-    def before_change(self) -> None:
-        """Before params are changed outside the optimizer's step."""
-        ...
-
-    def reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
-        """All ranks have passed an epoch, or an event at slot `step` inside it. Returns whether all ranks stop here.
-
-        The loss is the mean since the last call, from epoch `first` up to slot `until`: a window of a local policy may
-        span several epochs, and then only their common mean is known.
-        """
-        ...
+    epoch: int
+    loss: float
+    first: int
+    until: int
+    step: int | None = None
 
 
 class Synchronizer(Protocol):
-    """Life cycle: `initialize` once, then `train` for every part that `parts` yields, then `finalize`."""
+    """Life cycle: `initialize` once, then `step` and `advance` for every part that `parts` yields, then `finalize`."""
 
     notes: list[str]  # lines for the user, printed once
+    is_stopped: bool  # all ranks end the run here
     wished: Wish  # by any rank, in the last exchange; the same on all of them
 
     @property
@@ -82,18 +71,33 @@ class Synchronizer(Protocol):
         """What this rank trains, in order. An empty part has no samples: a collective is due instead."""
         ...
 
-    def train(self, part: Part, micros: Micros) -> bool:
-        """Train one part and run the collectives due after it; returns whether the run stops here."""
+    def step(self, part: Part, micros: Micros) -> int | None:
+        """Train one part; returns the slot that this rank has come to, or None where nothing was trained."""
+        ...
+
+    def advance(self, done: int) -> "Merged | EventCall | None":
+        """After a step, until it returns None: run the collectives that are due, and say what follows from each.
+
+        Events up to slot `done` are over. After each event the caller says so by `passed`.
+        """
+        ...
+
+    def event_due(self, done: int) -> EventCall | None:
+        """The same without any further collective: an event that a lost rank has interrupted is still due."""
+        ...
+
+    def passed(self, is_stopped: bool) -> None:
+        """All ranks have been through the event that was due; `is_stopped`: a callback ends the run there."""
         ...
 
     def begin(self, part: Part) -> None:
-        """Before the forward of a part, which a loop of the user's own runs ahead of `train`: set its learning rates,
+        """Before the forward of a part, which a loop of the user's own runs ahead of `step`: set its learning rates,
         and keep what is needed to do it again.
         """
         ...
 
-    def skip_rest(self) -> bool:
-        """Leave out the rest of the epoch on all ranks, and end it; returns whether the run stops here.
+    def skip_rest(self) -> None:
+        """Leave out the rest of the epoch on all ranks: the next `advance` ends it.
 
         The other ranks learn it in their next collective.
         """
@@ -137,8 +141,4 @@ class Synchronizer(Protocol):
         `before` was the synchronizer of the group that was lost; a newcomer has none. `event_loss`: of the event that
         is reached again, by newcomers as well.
         """
-        ...
-
-    def reach_event(self, done: int) -> bool:
-        """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
         ...

@@ -15,7 +15,7 @@ from torch import nn
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_json, gather_rows
 from uneven.comm.group import Group
-from uneven.config import RunConfig, Task, read_every
+from uneven.config import RunConfig, Task
 from uneven.data.feed import Micros
 from uneven.errors import GroupLostError, NotFiniteError
 from uneven.policy.axis import Axis, Part
@@ -34,17 +34,17 @@ from uneven.train.elastic.settler import Settler, why_nobody_goes
 from uneven.train.engine import Engine
 from uneven.train.exact_policy import choose_global_batch
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.inbox import Inbox
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.requests import Requests
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
-from uneven.train.saves import Saves
+from uneven.train.saves import Saves, Survival
 from uneven.train.scheduled import describe_schedule
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.synchronizer import EventCall, Synchronizer
 from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
-from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)
@@ -78,16 +78,11 @@ class Worker:
         self.callbacks = CallbackRunner(task.callbacks, self.engine)
         self.resumed: Resumed | None = None
         self.saves = Saves(self.engine)
-        self.wishes = Wishes(
-            read_every(config.save_every),
-            self.engine.events.evaluation,
-            requests,
-            rank_info,
-            is_replay=config.replay is not None,
-        )
+        evaluation = self.engine.events.evaluation
+        self.inbox = Inbox(config, evaluation, requests, self.callbacks, rank_info, self.recorder.clock)
         self._resume()
         self.synchronizer: Synchronizer | None = None
-        self.events = RunEvents(self.engine, self.saves, self.callbacks, self.wishes, report)
+        self.events = RunEvents(self.engine, self.saves, self.callbacks, self.inbox, report)
         self.membership: Membership | None = None  # set where a launcher announces generations of ranks
         self.settler: Settler | None = None  # where the run can go on without a rank
         self._cost = UNMEASURED  # of this rank before the first step
@@ -132,15 +127,23 @@ class Worker:
             self.surviving(self._train_to_end)
         return self.surviving(self.result)
 
-    def surviving(self, action: Callable[[], T]) -> T:
-        """The result of `action`. Where a rank is lost meanwhile, settle with the others and call it again."""
+    def surviving(self, action: Callable[[], T], again: Callable[[], T] | None = None) -> T:
+        """The result of `action`. Where a rank is lost meanwhile, settle with the others and call it again, or `again`.
+
+        The one place that catches the loss of a group, also of one that is lost while the ranks settle.
+        """
+        lost: GroupLostError | None = None
         while True:
             try:
+                if lost is not None:
+                    assert self.settler is not None, "see below"
+                    self.settler.settle(lost)
+                    lost, action = None, again or action
                 return action()
-            except GroupLostError as lost:  # noqa: PERF203, once in a generation
-                if self.settler is None:
+            except GroupLostError as error:  # noqa: PERF203, once in a generation
+                if self.settler is None or not self.settler.can_go_on:
                     raise
-                self.settler.settle(lost)
+                lost = error
 
     def finish(self, collect: Callable[[], T]) -> T:
         """The run's result by a collective of all ranks; a rank that has it stays until all of them do."""
@@ -160,7 +163,7 @@ class Worker:
         if self.settler is not None and self.settler.is_over:
             return
         self._check()
-        is_stopped = self.events.agree().stopped is not None or synchronizer.reach_event(self.events.done)
+        is_stopped = self.events.agree().stopped is not None or self.reach_due()
         self._check()
         if not is_stopped:
             is_stopped = self._train_slots(synchronizer)
@@ -187,7 +190,7 @@ class Worker:
     def _train_slots(self, synchronizer: Synchronizer) -> bool:
         """Train the rest of the axis; returns whether the run was stopped before its end."""
         synchronizer.reset_timer()
-        self.wishes.start(self.recorder.clock())
+        self.inbox.start()
         for part, micros in self.engine.feed.stream(synchronizer.parts()):
             if self.train_part(synchronizer, part, micros):
                 return True
@@ -253,10 +256,15 @@ class Worker:
         self.recorder.enter("setup")
         return synchronizer
 
+    def expect_losses(self, survival: Survival) -> None:
+        """From now on the loss of a rank may interrupt an event, or a checkpoint."""
+        self.events.expect_losses()
+        self.saves.expect_losses(survival)
+
     def new_synchronizer(self) -> Synchronizer:
         is_local = self.config.is_local and self.rank_info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
-        return kind(self.engine, self.events)
+        return kind(self.engine, self.inbox, self.saves.wait_taken)
 
     def _connect(self, synchronizer: Synchronizer, cost: Cost) -> None:
         """All ranks learn every rank's cost, and the synchronizer begins with them; a collective."""
@@ -288,14 +296,16 @@ class Worker:
         self.synchronizer.expect_losses()
 
     def _make_settler(self, membership: Membership, members: Sequence[str]) -> Settler:
-        self.wishes.membership = membership
+        self.inbox.may_leave(membership)
         return Settler(self, membership, members)
 
     def _join_later(self, cost: Cost) -> Synchronizer:
         """Join a run in progress: this rank takes the position of the others, and everything that they have."""
         assert self.membership is not None, "a newcomer has one"
         self.settler = self._make_settler(self.membership, ())
-        self.settler.join(cost)
+        settler = self.settler
+        self.surviving(lambda: settler.join(cost), lambda: None)
+        settler.defer_joins()
         self.recorder.enter("setup")
         assert self.synchronizer is not None, "made when it has settled"
         return self.synchronizer
@@ -317,10 +327,14 @@ class Worker:
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
         try:
-            is_stopped = synchronizer.train(part, micros)
+            if (slot := synchronizer.step(part, micros)) is not None:
+                synchronizer.note_user_time(self._call_back("on_step", slot))
+            self.follow(synchronizer)
         except NotFiniteError:
             self.events.report_notes()  # the steps that led to it
             raise
+        if synchronizer.is_stopped:
+            self.recorder.event("stop", slot=self.engine.state.trained)
         now_s = self.recorder.clock() / 1e9
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
@@ -328,7 +342,30 @@ class Worker:
             samples = self.engine.state.samples_before(self.engine.state.trained)
             self.report.stepped(samples, self.engine.state.samples, seconds, self.engine.meter.glance())
             self.events.report_notes()
-        return is_stopped
+        return synchronizer.is_stopped
+
+    def follow(self, synchronizer: Synchronizer) -> bool:
+        """After a step: the collectives that are due, and what follows from them; returns whether the run stops."""
+        while (happened := synchronizer.advance(self.events.done)) is not None:
+            is_stopped = self.events.follow(happened)
+            if isinstance(happened, EventCall):
+                synchronizer.passed(is_stopped)
+        return synchronizer.is_stopped
+
+    def reach_due(self) -> bool:
+        """Before the first step with these ranks: an event that was interrupted; returns whether the run stops here."""
+        synchronizer = self.synchronizer
+        assert synchronizer is not None, "made when the group has formed"
+        while (call := synchronizer.event_due(self.events.done)) is not None:
+            synchronizer.passed(self.events.follow(call))
+        return synchronizer.is_stopped
+
+    def skip_rest(self) -> bool:
+        """Leave out the rest of the epoch, and end it; returns whether the run stops here."""
+        synchronizer = self.synchronizer
+        assert synchronizer is not None, "made when the group has formed"
+        synchronizer.skip_rest()
+        return self.follow(synchronizer)
 
     def result(self) -> RankResult:
         engine, info = self.engine, self.rank_info

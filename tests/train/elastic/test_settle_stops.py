@@ -10,6 +10,7 @@ from tests.train.clusters import DiedError
 from tests.train.elastic import lossy_runs as test_settle
 from tests.train.elastic.lossy_local_runs import train
 from uneven.errors import GroupLostError
+from uneven.train.inbox import Asked, Inbox
 from uneven.train.run_events import RunEvents
 from uneven.train.worker import Worker
 
@@ -37,7 +38,7 @@ def lose_in(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, info_of: Cal
 def test_a_stop_that_was_interrupted_is_no_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str, where: str
 ) -> None:
-    monkeypatch.setattr(RunEvents, "is_stopping", lambda self: len(self._engine.state.log) > 3)
+    monkeypatch.setattr(Inbox, "read", lambda self: Asked(len(self._callbacks._engine.state.log) > 3, self._wish()))
     if where == "while it is saved":
         lose_in(monkeypatch, RunEvents, "_save", lambda events: events._engine.rank_info)
     else:

@@ -362,7 +362,7 @@ def settle_buffers(
     found = share_tensors(engine.rank_info.group, settlement.source, sent)
     if buffers is None or before is None or own.averages == furthest.averages:
         return
-    before.hooks.before_change()
+    before.before_change()
     buffers.take_integers([found[f"integers.{place}"] for place in range(len(buffers.agreed_integers))])
     if isinstance(before, GradientSync):
         buffers.take(found["floats"])

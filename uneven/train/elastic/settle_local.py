@@ -27,6 +27,7 @@ from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settle import Settlement, seed_newcomer
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
+from uneven.train.synchronizer import Merged
 
 
 def begin_blank(local: LocalSGD) -> None:
@@ -35,7 +36,7 @@ def begin_blank(local: LocalSGD) -> None:
     local.average.close()
 
 
-def abandon(local: LocalSGD) -> None:
+def abandon(local: LocalSGD) -> Merged | None:
     """Nothing that is on its way in the old group will arrive: merge the round in flight if its average is here.
 
     No collective, and none is waited for. Events that follow from that round stay in `local.epochs.pending`. May be
@@ -44,8 +45,7 @@ def abandon(local: LocalSGD) -> None:
     local.claims.close()
     local.engine.run_ahead.drain()
     local.tally.dropped += sum(bad.samples for bad, _ in local.engine.state.settle_steps())
-    if local.average.abandon():
-        local.merge(is_postponed=True)
+    return local.merge() if local.average.abandon() else None
 
 
 def held_by(local: LocalSGD) -> Held:
@@ -194,7 +194,7 @@ def _apply(
         local.is_blank = False
     elif buffers is not None:
         assert tally.entered is not None, "a rank is behind by the round that it has in flight"
-        local.hooks.before_change()
+        local.before_change()
         local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)
         done = len(engine.state.log)
         engine.state.commit_round(Round(local.windows.due, tally.entered.parts, done, local.scale.value))

@@ -47,11 +47,11 @@ from uneven.train.elastic.settle_shards import leave_shards
 from uneven.train.elastic.step_guard import StepGuard
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.inbox import Wish
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.run_events import RunEvents
-from uneven.train.saves import Saves
+from uneven.train.saves import Saves, Survival
 from uneven.train.synchronizer import Synchronizer
-from uneven.train.wishes import Wish
 
 
 class Rank(Protocol):
@@ -60,6 +60,10 @@ class Rank(Protocol):
     engine: Engine
     events: RunEvents
     saves: Saves
+
+    def expect_losses(self, survival: Survival) -> None:
+        """From now on the loss of a rank may interrupt an event, or a checkpoint."""
+        ...
 
     def new_synchronizer(self) -> Synchronizer: ...
 
@@ -88,17 +92,21 @@ class Settler:
         self._before: Synchronizer | None = None  # of the group that is lost; a newcomer has none
         self._lines: list[str] = []  # for the user, where all went back to a checkpoint
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
-        self._events.may_undo = True
-        self._saves.survival = self
+        self._is_settling = False  # a group was lost, and this rank trains in no other yet
+        self.can_go_on = True  # the leader has announced a generation with this rank
+        self._tried = self._settled  # the generation that this rank has tried to train in last
+        self._cost: Cost | None = None
+        self._began_ns = 0
+        rank.expect_losses(self)
         if engine.config.is_local:
-            engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
+            engine.rank_info.keep_records(RoundRecords(membership.record_store(), engine.rank_info.member))
 
     def begin(self) -> None:
         """With the first group: tell those who may join later what they must know beforehand; a collective."""
         config, info = self._engine.config, self._engine.rank_info
         if not config.is_local:
             exchange_losses(self._engine.meter, info.group)
-        self._defer_joins()
+        self.defer_joins()
         self._engine.state.name_members(self._members)
         self._lanes.tell()
         if info.rank == 0 and why_not_joined(self._engine) is None:
@@ -155,33 +163,59 @@ class Settler:
             return []
 
     def settle(self, lost: GroupLostError) -> None:
-        """Go on with whoever is left; raises where the run cannot, with the words of `lost`."""
-        recorder, info = self._engine.recorder, self._engine.rank_info
-        began_ns = recorder.enter("communication")
+        """Go on with whoever is left in a newer generation; raises where the run cannot, with the words of `lost`.
+
+        GroupLostError where another rank is lost meanwhile: call it again with that.
+        """
+        hands_in = not self._is_settling and self._give_up_group()
+        self.can_go_on = False  # until the leader says that there is another generation with this rank
+        if hands_in and self._membership.must_leave():
+            self._lanes.leave()
+            generation = self._membership.leave(self._tried, self._engine.state.samples)
+        else:
+            generation = self._membership.await_next(self._tried, str(lost))
+        self.can_go_on = True
+        self._enter_as(generation)
+
+    def join(self, cost: Cost) -> None:
+        """Of a newcomer that is ready: take part in the first generation that has it, and train on in it."""
+        self.can_go_on = False
+        generation = self._membership.enter()
+        self._cost = cost
+        self._began_ns = self._engine.recorder.enter("communication")
+        self._is_settling = self.can_go_on = True
+        self._enter_as(generation)
+
+    def _give_up_group(self) -> bool:
+        """Nothing that is on its way in the group will arrive; returns whether the others have all of this rank's."""
         before = self._events.synchronizer
         assert before is not None, "a group that was lost had one"
-        cost = before.own_cost()
+        self._began_ns = self._engine.recorder.enter("communication")
+        self._before = before
+        self._cost = before.own_cost()
+        self._lines = []
         self._saves.abandon()
         before.close()
         if not self.is_over:
             self._events.undo()  # before this rank tells of the run: what it undoes is not in the history
-        if isinstance(before, LocalSGD):
-            abandon(before)
-        if has_handed_in(before, self._engine) and self._membership.must_leave():
-            self._lanes.leave()
-            generation = self._membership.leave(info.generation, self._engine.state.samples)
-        else:
-            generation = self._membership.await_next(info.generation, str(lost))
-        self._before = before
-        self._enter_newest(generation, cost, began_ns)
+        if isinstance(before, LocalSGD) and (merged := abandon(before)) is not None:
+            self._events.follow(merged)
+        self._tried = self._engine.rank_info.generation
+        self._is_settling = True
+        return has_handed_in(before, self._engine)
 
-    def join(self, cost: Cost) -> None:
-        """Of a newcomer that is ready: take part in the first generation that has it, and train on in it."""
-        generation = self._membership.enter()
-        self._enter_newest(generation, cost, self._engine.recorder.enter("communication"))
-        self._defer_joins()
+    def _enter_as(self, generation: Generation) -> None:
+        self._tried = generation.number
+        self._enter(generation, self._cost)
+        self._is_settling = False
+        recorder = self._engine.recorder
+        ms = (recorder.enter("other") - self._began_ns) / 1e6
+        fields = {"number": generation.number, "why": generation.why, "ranks": len(generation.members), "ms": ms}
+        recorder.event("generation", slot=self._engine.state.trained, again=self._again, **fields)
+        lines = [f"  up to {self._again:,} samples are trained again"] if self._again and not self._lines else []
+        self._membership.settled(generation.number, [*self._lines, *lines])
 
-    def _defer_joins(self) -> None:
+    def defer_joins(self) -> None:
         """In a loop of the user's own others join at epoch starts: there all ranks' scripts are at one place."""
         if self._engine.is_own_loop:
             self._membership.defer_joins(self._members)
@@ -197,22 +231,6 @@ class Settler:
         """The generation in which others wait to join, as far as this rank knows."""
         return self._membership.deferred
 
-    def _enter_newest(self, generation: Generation, cost: Cost | None, began_ns: int) -> None:
-        """Settle in this generation, or in the first after it in which nobody is lost meanwhile; and say so."""
-        self._lines = []
-        while True:
-            try:
-                self._enter(generation, cost)
-                break
-            except GroupLostError as lost:
-                generation = self._membership.await_next(generation.number, str(lost))
-        recorder = self._engine.recorder
-        ms = (recorder.enter("other") - began_ns) / 1e6
-        fields = {"number": generation.number, "why": generation.why, "ranks": len(generation.members), "ms": ms}
-        recorder.event("generation", slot=self._engine.state.trained, again=self._again, **fields)
-        lines = [f"  up to {self._again:,} samples are trained again"] if self._again and not self._lines else []
-        self._membership.settled(generation.number, [*self._lines, *lines])
-
     def _enter(self, generation: Generation, cost: Cost | None) -> None:
         engine = self._engine
         info = self._engine.rank_info
@@ -220,7 +238,7 @@ class Settler:
         old_members, before = self._members, self._before
         group = self._membership.form(generation, is_own_loop=engine.is_own_loop)
         info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
-        engine.recorder.rank = info.rank
+        engine.recorder.go_on_as(info.rank)
         if isinstance(before, GradientSync) and before.guard is not None:
             known = len(engine.state.log)
             before.guard.end_applied()
@@ -284,7 +302,7 @@ class Settler:
         """
         engine = self._engine
         kept = [old_members.index(member) for member in self._members if member in old_members]
-        engine.step.reducer = None  # of the lost group
+        engine.leave_group()
         engine.follow_ranks(config_of(engine.config, kept))
         leave_shards(engine)
         if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely
@@ -292,7 +310,8 @@ class Settler:
         self._rank.go_on_after(before, cost, None if settlement is None else settlement.event_loss)
         self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
         if isinstance(before, LocalSGD) and engine.rank_info.world_size == 1:
-            before.epochs.run()
+            while (call := before.event_due(self._events.done)) is not None:
+                before.passed(self._events.follow(call))
 
     def _roll_back(self, generation: Generation, settlement: Settlement, cost: Cost | None) -> None:
         """A shard is lost for good: go back to the newest checkpoint with all who are left, and train on from there."""

@@ -1,4 +1,6 @@
-"""When this rank wants a checkpoint or an evaluation that no slot of the axis asks for: by time, or by request.
+"""What is asked of a rank: to stop, to leave, or a checkpoint or an evaluation that no slot of the axis asks for.
+
+By a signal, the command line, a callback or an interval of time. It is a value that the rank reads with every exchange.
 
 Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round,
 and all ranks meet at the slot that follows from it, so no rank's clock has to agree with another's. All ranks note when
@@ -7,13 +9,16 @@ they met: whoever is rank 0 after a loss goes on with the interval.
 
 from collections.abc import Iterable, Sequence
 from enum import IntFlag
+from typing import NamedTuple
 
-from uneven.config import Every
+from uneven.comm.clock import Clock
+from uneven.config import Every, RunConfig, read_every
 from uneven.policy.events import Events
 from uneven.policy.recorded import RecordedWindows
 from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import first_free_slot
 from uneven.policy.windows import Windows
+from uneven.train.callbacks import CallbackRunner
 from uneven.train.elastic.membership import Membership
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
@@ -36,56 +41,73 @@ def wished(values: Iterable[float]) -> Wish:
     return Wish(found) if found else Wish.NONE
 
 
-class Wishes:
-    """Life cycle: `start` with training, `ask` in every exchange of the ranks, `saved` and `evaluated` afterwards."""
+class Asked(NamedTuple):
+    """What is asked of a rank at a moment."""
+
+    is_stopping: bool  # to end the run
+    wish: Wish
+
+
+class Inbox:
+    """Life cycle: `start` with training, `read` in every exchange of the ranks, `saved` and `evaluated` afterwards."""
 
     def __init__(
         self,
-        save: Every | None,
+        config: RunConfig,
         evaluation: Every | None,
         requests: Requests,
+        callbacks: CallbackRunner,
         rank_info: RankInfo,
-        *,
-        is_replay: bool = False,
+        clock: Clock,
     ) -> None:
         self.requests = requests
-        self.membership: Membership | None = None  # where this rank may be asked to leave
+        self._callbacks = callbacks
+        self._membership: Membership | None = None  # where this rank may be asked to leave
         self._rank_info = rank_info  # asked each time: another rank becomes rank 0 where that one is lost or leaves
-        self._save_ns = _interval_ns(save)
+        self._save_ns = _interval_ns(read_every(config.save_every))
         self._eval_ns = _interval_ns(evaluation)
-        self._is_replay = is_replay  # it follows its log alone
+        self._is_replay = config.replay is not None  # it follows its log alone
+        self._clock = clock
         self._has_started = False
         self._saved_ns = 0
         self._evaluated_ns = 0
 
-    def start(self, now_ns: int) -> None:
+    def may_leave(self, membership: Membership) -> None:
+        """From now on this rank may be asked to leave the run."""
+        self._membership = membership
+
+    def start(self) -> None:
         """Training begins: intervals count from here, also where training goes on with other ranks later. Else an
         interval longer than a generation of ranks would never end.
         """
         if not self._has_started:
             self._has_started = True
-            self._saved_ns = self._evaluated_ns = now_ns
+            self._saved_ns = self._evaluated_ns = self._clock()
 
-    def ask(self, now_ns: int) -> Wish:
+    def read(self) -> Asked:
+        return Asked(self.requests.stop.is_set() or self._callbacks.is_stopping(), self._wish())
+
+    def _wish(self) -> Wish:
         if self._is_replay:
             return Wish.NONE
         wish = Wish.SAVE if self.requests.save.is_set() else Wish.NONE
-        if self.membership is not None and self.membership.is_leaving():
+        if self._membership is not None and self._membership.is_leaving():
             wish |= Wish.LEAVE
-        if self._rank_info.rank != 0:
+        if self._rank_info.rank != 0 or (self._save_ns is None and self._eval_ns is None):
             return wish
+        now_ns = self._clock()
         if self._save_ns is not None and now_ns - self._saved_ns >= self._save_ns:
             wish |= Wish.SAVE
         if self._eval_ns is not None and now_ns - self._evaluated_ns >= self._eval_ns:
             wish |= Wish.EVALUATE
         return wish
 
-    def saved(self, now_ns: int) -> None:
-        self._saved_ns = now_ns
+    def saved(self) -> None:
+        self._saved_ns = self._clock()
         self.requests.save.clear()
 
-    def evaluated(self, now_ns: int) -> None:
-        self._evaluated_ns = now_ns
+    def evaluated(self) -> None:
+        self._evaluated_ns = self._clock()
 
 
 def request_event(events: Events, slot: int, wish: Wish, passed: int) -> bool:
