@@ -1,5 +1,6 @@
 """FSDP in groups that torch has formed: ranks in different numbers of groups, and what is left when it is closed."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import AdamW
 from tests.parallel.tower import inputs, run, tower
 from tests.ranks import on_processes
 from uneven.comm.group import Group
-from uneven.comm.torch_group import as_group
+from uneven.comm.torch_group import as_group, as_host_group
 from uneven.errors import InputError
 from uneven.parallel import FSDP
 
@@ -62,7 +63,33 @@ def test_ranks_in_different_numbers_of_groups_train_in_each_of_them(tmp_path: Pa
         torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-12)
 
 
+def in_host_groups(group: Group) -> list[float]:
+    """Of all ranks and of two of them; what is under way in one does not hold another's."""
+    found = []
+    for pair in (None, dist.new_group([0, 2]), None):
+        if pair is not None and group.rank == 1:
+            continue
+        before = num_groups()
+        host = as_host_group(pair)
+        assert num_groups() == before
+        theirs = torch.full((1,), 1.0)
+        ours = host.all_reduce(torch.tensor([float(group.rank)]))
+        dist.all_reduce(theirs, group=pair)
+        found += [ours.wait().item(), theirs.item()]
+        host.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            host.all_reduce(torch.ones(1))
+    return found
+
+
+def test_a_host_group_beside_the_users_has_the_same_ranks(tmp_path: Path) -> None:
+    by_rank = on_processes(3, "tests.comm.test_joined:in_host_groups", tmp_path, "gloo", limit_s=100)
+    all_ranks, pair = [3.0, 3.0], [2.0, 2.0]
+    assert by_rank == [all_ranks + pair + all_ranks, all_ranks + all_ranks, all_ranks + pair + all_ranks]
+
+
 def test_a_backend_that_cannot_be_formed_again_is_refused() -> None:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         with pytest.raises(InputError, match="its backend is 'fake'"):
