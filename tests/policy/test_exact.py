@@ -131,6 +131,15 @@ def test_an_idle_rank_is_probed_and_comes_back_when_it_is_fast_again() -> None:
     assert policy.shares(6 * PROBE_EVERY, 32)[1] > 0
 
 
+def test_a_rank_that_is_kept_has_a_few_samples_whatever_it_costs_and_gets_more_at_once() -> None:
+    policy = Balanced((Cost(0.0, 1.0), Cost(90.0, 1.0), Cost(0.0, 1.0)), 32, (32, 32, 0), 2, keeps_all=True)
+    assert [policy.shares(slot, 32) for slot in range(2 * PROBE_EVERY)] == [(30, 2, 0)] * 2 * PROBE_EVERY
+    for slot in range(20):
+        one, two, _ = policy.shares(slot, 32)
+        policy.note(slot, 32, [one, 0.01 * (90.0 + two), 0.0])
+    assert policy.shares(20, 32)[1] >= 16
+
+
 def test_a_feed_that_asks_ahead_gets_what_will_be_in_force() -> None:
     policy = Balanced((Cost(0, 1.0), Cost(0, 1.0)), 32, lookahead=3)
     asked = {}
