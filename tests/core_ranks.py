@@ -21,7 +21,7 @@ from uneven.errors import InputError
 SPEEDS = (3.1, 1.0, 1.7)  # of the ranks, as the scripted times have them; no two divisions end at the same time
 COUNT = 50  # samples an epoch
 STEP = 16  # so that the last step has two
-MEASURED_EPOCHS = 8  # by then the shares have moved
+MEASURED_EPOCHS = 6  # by then the shares have moved
 
 
 @dataclass(frozen=True)

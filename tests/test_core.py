@@ -1,6 +1,7 @@
 """Shares in loops that are not ours: what every rank trains, and params equal to those of one process."""
 
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -200,6 +201,29 @@ def test_a_run_that_is_resumed_goes_on_with_the_shares_it_had() -> None:
         assert [sum(map(len, own)) for _, own in parts] == [sum(map(len, own)) for _, own in whole]
 
 
+def test_a_loader_that_passes_over_what_was_trained_comes_to_the_same_step() -> None:
+    """As accelerate and transformers resume: they read and drop batches."""
+
+    def run(group: ThreadGroup) -> None:
+        begun = StepShares(12, group=group)
+        take(begun, StepSampler(range(64), begun), 1e3, range(3))
+        again = StepShares(12, group=group)
+        again.load_state_dict({**begun.state_dict(), "step": 16})
+        sampler = StepSampler(range(64), again, pieces=2)
+        sampler.set_epoch(2)
+        batches = iter(sampler)
+        for _ in range(4 * 2):
+            next(batches)
+            with pytest.raises(InputError, match="ask of"):
+                again.factor(16, 1)
+        assert (next(batches)[0], again.step) == (48 + 6 * group.rank, 16)
+        assert again.factor(16, sampler.own[16, 0]) == 3 * 2 / 12
+        with pytest.raises(InputError, match="samples"):
+            StepShares(10, group=group).load_state_dict(begun.state_dict())
+
+    on_threads(2, run)
+
+
 def test_a_run_that_is_resumed_on_other_ranks_measures_anew() -> None:
     def begin(group: ThreadGroup) -> dict[str, Any]:
         shares = StepShares(12, group=group)
@@ -355,8 +379,6 @@ def test_a_loader_that_reads_farther_ahead_than_lookahead_is_refused() -> None:
 def test_steps_out_of_their_order_are_refused() -> None:
     shares = StepShares(4)
     shares.begin(3)
-    with pytest.raises(InputError, match="over"):
-        shares.of(2)
     with pytest.raises(InputError, match="samples"):
         shares.of(3, 0)
     with pytest.raises(InputError, match="ask of"):
@@ -446,6 +468,20 @@ def test_the_example_runs_as_it_stands_under_torchrun(tmp_path: Path) -> None:
             optimizer.step()
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_script_of_the_examples_goes_on_where_it_was(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "examples" / "torchrun_ddp.py"
+    options = ("--checkpoint", tmp_path / "c.pt", "--batch-size", "500", "--epochs")
+    for epochs, starter in enumerate(
+        ([BIN / "torchrun", "--standalone", "--nproc-per-node", "2"], [sys.executable]), 1
+    ):
+        done = start([*starter, script, *options, str(epochs)], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert torch.load(tmp_path / "c.pt")["shares"]["step"] == 20 * epochs
+        (line,) = done.stdout.splitlines()
+        assert sum(map(int, re.findall(r"\d+", line.split(", accuracy")[0]))) == 500
+    assert float(line.split()[-1]) > 0.5
 
 
 def test_the_page_shows_the_example() -> None:

@@ -106,6 +106,7 @@ class StepShares:
         self._sizes: dict[int, int] = {}  # samples of the steps that were asked for
         self._asked_s: float | None = None  # when the present step was first asked for; None: ahead, by a loader
         self._order = 0
+        self._is_resumed = False  # nothing was trained since `load_state_dict`
         self._is_stopping = False
         self._clock = _StepClock()
         self._throttle = Throttle(1.0)
@@ -117,7 +118,7 @@ class StepShares:
         if samples < 1:
             raise InputError(f"samples={samples} of step {step}: a step has at least 1")
         if step < self.step:
-            raise InputError(f"step {step} is over: step {self.step} is the next one; `begin` goes to another one")
+            return self._policy.shares(step, samples)  # trained before: a resumed loader passes over it
         if step > self.step + self.lookahead and not isinstance(self._policy, Fixed):
             raise InputError(
                 f"the samples of step {step} are read before step {self.step} is noted, and lookahead="
@@ -135,16 +136,21 @@ class StepShares:
         `reduce`: whether gradients are averaged over ranks, as by DDP, or summed.
         """
         if step not in self._sizes:
-            raise InputError(f"factor of step {step}: ask of({step}) before, and factor before note({step})")
+            raise InputError(
+                f"factor of step {step}: ask of({step}) before, as a StepSampler does, and factor before note({step})"
+            )
         return own * (self.world_size if reduce == "mean" else 1) / self._sizes[step]
 
-    def begin(self, step: int, order: int = 0) -> None:
-        """Go on at this step: an epoch begins. `order`: a checksum of the order of samples, compared between ranks.
+    def begin(self, step: int, order: int = 0, end: int = 0) -> None:
+        """Go on at this step: an epoch begins, which lasts until step `end`. A StepSampler calls it.
 
-        StepSampler calls it.
+        `order`: a checksum of the order of samples, compared between ranks. Frameworks resume by reading an epoch from
+        its beginning, and pass over the batches that were trained before: then the loaded step stays the present one.
         """
         if self._sent is not None or self._clock.is_running:
             raise InputError(f"step {step} begins while step {self.step} is under way: call note({self.step}) before")
+        if self._is_resumed and step < self.step < end:
+            step = self.step
         if step != self.step and isinstance(self._policy, Calibrating) and self._policy.costs is None:
             self._policy = self._make_policy(step)  # what was measured before the gap is no whole measurement
         self._sizes.clear()
@@ -200,6 +206,7 @@ class StepShares:
         check_agreement([int(one) for one in fingerprints], f"about step {step}: its number, samples or shares")
         self.stop_requested = any(stops)
         self.step, self._asked_s = step + 1, None
+        self._is_resumed = False
         return self._policy.note(step, self._sizes.pop(step), self.busy_ms)
 
     def request_stop(self) -> None:
@@ -212,12 +219,17 @@ class StepShares:
 
     def state_dict(self) -> dict[str, Any]:
         """The next step and what was measured, as plain JSON; the same on every rank, taken between two steps."""
-        kind, state = type(self._policy).__name__, self._policy.state_dict()
-        return {"step": self.step, "ranks": self.world_size, "kind": kind, "policy": state}
+        sizes = {"step": self.step, "samples": self.samples, "ranks": self.world_size}
+        return {**sizes, "kind": type(self._policy).__name__, "policy": self._policy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at its step, by its costs; those are measured anew where ranks or policy are others."""
+        if state["samples"] != self.samples:
+            raise InputError(
+                f"StepShares(samples={self.samples}): the state counts steps of {state['samples']} samples; take these"
+            )
         self.begin(state["step"])
+        self._is_resumed = True
         if (state["ranks"], state["kind"]) == (self.world_size, type(self._policy).__name__):
             self._policy.load_state_dict(state["policy"])
 
@@ -348,7 +360,7 @@ class StepSampler(BatchSampler):
         self._order = order
         self.shares, self.pieces = shares, pieces
         self.epoch = 0
-        self.skip = 0  # steps of the next epoch that were trained before; divmod(shares.step, steps) when resumed
+        self.skip = 0  # steps to leave out at the beginning of the next epoch: those that were trained before
         self.own: dict[tuple[int, int], int] = {}  # (step, piece) -> samples that count, until the step is over
         if self.steps < 1:
             raise InputError(f"drop_last leaves no step: {len(self._order)} samples an epoch, {shares.samples} a step")
@@ -373,7 +385,7 @@ class StepSampler(BatchSampler):
         skip, self.skip = self.skip, 0
         first = self.epoch * self.steps
         self.own.clear()
-        self.shares.begin(first + skip, zlib.crc32(repr(order).encode()))
+        self.shares.begin(first + skip, zlib.crc32(repr(order).encode()), end=first + self.steps)
         for place in range(skip, self.steps):
             at = place * self.shares.samples
             slot = Slot(first + place, self.epoch, at, min(self.shares.samples, len(order) - at))
