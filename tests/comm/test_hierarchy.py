@@ -136,16 +136,18 @@ def test_ranks_wait_for_two_groups_in_different_orders(machines: tuple[int, ...]
     assert on_machines(machines, rank, SMALL) == [[6.0, 46.0, 22.0, 33.0]] * 4
 
 
-def test_a_speaker_that_sleeps_in_one_group_brings_the_network_of_the_other_to_its_machine() -> None:
+def test_a_speaker_that_sleeps_in_one_group_brings_the_network_of_the_other_to_its_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 2 begins a sum of the first group when it has that of the second, which rank 0 joins last."""
     asleep = threading.Event()
 
     def rank(group: HierarchicalGroup) -> list[float]:
         twin, own, other = group.new_group(), torch.ones(2), torch.ones(2)
         if group.rank == 1:
-            exchange = group._up._exchange  # type: ignore[union-attr]
-            meanwhile = exchange.meanwhile
-            exchange.meanwhile = lambda: (asleep.set(), meanwhile())
+            peers = group._up._exchange._peers  # type: ignore[union-attr]
+            meanwhile = peers._meanwhile
+            monkeypatch.setattr(peers, "_meanwhile", lambda: (asleep.set(), meanwhile()))
             works = [twin.all_reduce(other), group.all_reduce(own)]
             works[1].wait()
             works[0].wait()

@@ -154,9 +154,8 @@ def test_what_was_handed_down_goes_to_the_first_run_alone() -> None:
 
 
 def test_a_plan_leaves_the_script_where_it_would_train() -> None:
-    process_context().visitor = RunVisitor()
     wanted = config()
-    with pytest.raises(LeftScript) as left:
+    with pytest.raises(LeftScript) as left, process_context().shown_to(RunVisitor()):
         choose(TASK, wanted)
     assert left.value.found == (TASK, wanted)
 

@@ -43,8 +43,7 @@ def test_a_loop_by_hand_is_left_where_it_would_begin(capsys: pytest.CaptureFixtu
 
 
 def test_a_visitor_sees_what_is_wrapped_before_anything_is_done() -> None:
-    process_context().visitor = RunVisitor()
-    with pytest.raises(LeftScript):
+    with pytest.raises(LeftScript), process_context().shown_to(RunVisitor()):
         Ddp.wrap(nn.Linear(1, 1))
 
 

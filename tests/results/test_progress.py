@@ -173,7 +173,7 @@ def test_a_rank_that_trained_nothing_yet_is_shown_too(last_frame) -> None:  # ty
 
 def test_lines_tell_each_epoch_and_note_once(capsys: pytest.CaptureFixture[str]) -> None:
     reporter, heard = Reporter("lines"), []
-    reporter.listeners.append(heard.append)
+    reporter.listen(heard.append)
     for _ in range(3):
         reporter.ranks(pair(5000, 2000, history=[ENTRY], notes=["  a word"]))
     reporter.close()
@@ -192,7 +192,7 @@ def spanning(epoch: int, first: int, last: int, **more: Any) -> dict[str, Any]:
 def test_epochs_that_share_their_figures_are_printed_once(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [ENTRY, spanning(2, 2, 3), spanning(3, 2, 3, accuracy=0.875)]
     reporter, heard = Reporter("lines"), []
-    reporter.listeners.append(heard.append)
+    reporter.listen(heard.append)
     if way == "heartbeats":
         for count in (1, 2, 3):
             reporter.ranks(pair(5000, 2000, epochs=3, history=entries[:count]))
@@ -221,7 +221,7 @@ def test_bars_only_keeps_reporters_from_talking_but_not_from_listening(capsys: p
     heard: list[dict[str, Any]] = []
     with bars_only():
         reporter = Reporter("auto")
-    reporter.listeners.append(heard.append)
+    reporter.listen(heard.append)
     reporter.say(["a word"])
     reporter.ranks(pair(5000, 2000, history=[ENTRY]))
     reporter.close()

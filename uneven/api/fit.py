@@ -25,12 +25,11 @@ from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.gpus import usable_devices
 from uneven.hardware.interference import Interference, read_counters
-from uneven.launch.checks.preflight import Prepared, prepare
+from uneven.launch.checks.preflight import Prepared
 from uneven.launch.context import process_context
 from uneven.launch.ended import save_interrupted, save_results
-from uneven.launch.run import starting
 from uneven.launch.signals import SIGNALS
-from uneven.launch.start import Start
+from uneven.launch.start import Start, starting
 from uneven.launch.training import collect
 from uneven.plan.choose import Choice, choose
 from uneven.results.state import TrainedState
@@ -181,8 +180,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
     if context.is_alone and config.devices == "auto":
         first, *unused = usable_devices()
         config = replace(config, devices=str(first))
-    prepared = prepare(task, config, context)
-    start.held = prepared.held
+    prepared = start.prepare(task, config)
     config, devices = prepared.config, prepared.devices
     reporter = prepared.reporter
     check_loop(config, len(devices), optimizer)
@@ -198,11 +196,11 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    start.list_run(context, reporter, config, devices)
+    start.list_run(prepared, is_here=True)
     run = _LoopRun(prepared, choice, start)
-    start.has_begun = True
+    start.begin()
     loop = Loop(task, run, prepared.finished)
-    start.stoppable.may_leave = lambda: loop.is_between_epochs
+    start.begin(may_leave=lambda: loop.is_between_epochs)
     return loop
 
 
@@ -239,9 +237,9 @@ class _LoopRun:
             state, self._prepared.config, reporter, interference, is_lead, plan=self._plan, has_page=has_page
         )
         self._state = state
-        start.tell_saved(context, state.folder)
+        start.tell_saved(state.folder)
         if was_interrupted and is_lead:
-            start.tell_saved(context, save_interrupted(state, reporter))
+            start.tell_saved(save_interrupted(state, reporter))
         return state
 
     def end(self) -> None:

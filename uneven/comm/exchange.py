@@ -124,11 +124,19 @@ class _Collective:
 class Peers:
     """The other ranks' processes, and waiting for them: shortly awake, then asleep, awake again when one is gone.
 
-    Nothing of it depends on who is a child of whom, or on signals.
+    Nothing of it depends on who is a child of whom, or on signals. `meanwhile` is called now and then while it waits.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        rank: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank = rank
+        self._meanwhile = meanwhile
         self._name = layout.name
         self._timeout_s = timeout_s
         self._states = [segment.numbers(layout.state(other), 2) for other in range(layout.world_size)]
@@ -155,10 +163,10 @@ class Peers:
                     return True
         return False
 
-    def sleep(self, semaphore: Semaphore, awaited: int, meanwhile: Callable[[], None]) -> None:
+    def sleep(self, semaphore: Semaphore, awaited: int, check: Callable[[], None]) -> None:
         """Until rank `awaited` has posted the semaphore; GroupLostError where it, or another that it needs, is gone.
 
-        `meanwhile` is called between the slices. A peer that ended is found after two of them.
+        `check`, between the slices, may raise. A peer that ended is found after two of them.
         """
         if self.spin(semaphore.try_wait):
             return
@@ -175,7 +183,8 @@ class Peers:
                 raise GroupLostError(
                     f"no answer from peer rank {self._name(awaited)} for {minutes:g} minutes (shared memory)"
                 )
-            meanwhile()
+            check()
+            self._meanwhile()
 
     def close(self) -> None:
         """Tell the others that this rank has left. Its segment is closed next."""
@@ -195,7 +204,7 @@ class Peers:
 class Exchange:
     """This rank's part of all collectives of a group: what is to be sent and what is to be finished, in order.
 
-    Any thread may call it, one at a time. `meanwhile` is called now and then while it waits.
+    Any thread may call it, one at a time.
     """
 
     def __init__(
@@ -207,7 +216,6 @@ class Exchange:
         self._others = tuple(other for other in range(self.world_size) if other != self.rank)
         self._results = tuple(layout.lane(other, True) for other in range(self.world_size))
         self._other_results = tuple(self._results[other] for other in self._others)
-        self.meanwhile: Callable[[], None] = lambda: None
         self._segment = segment
         self._sizes = sizes
         self._peers = peers
@@ -326,11 +334,7 @@ class Exchange:
             self._inbox.wait(lane, self._sleep)
 
     def _sleep(self, semaphore: Any, awaited: int) -> None:
-        def meanwhile() -> None:
-            self._check_open()
-            self.meanwhile()
-
-        self._peers.sleep(semaphore, awaited, meanwhile)
+        self._peers.sleep(semaphore, awaited, self._check_open)
 
     def _send(self) -> bool:
         """The next piece, if there is room; those of a device all at once, for it copies them by itself."""

@@ -119,9 +119,8 @@ class _Family:
                 who = f"ranks {', '.join(map(str, self.ranks))}" if self.ranks else "ranks"
                 print(f"uneven: {who} communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
             return self.gloo if self.num_formed == 1 else self.gloo.new_group()
-        peers = Peers(segment, layout, rank, GROUP_TIMEOUT.total_seconds())
+        peers = Peers(segment, layout, rank, GROUP_TIMEOUT.total_seconds(), self.progress)
         exchange = Exchange(segment, layout, peers, self.sizes, self.verify, self.lost)
-        exchange.meanwhile = self.progress
         self.exchanges.append(exchange)
         return SharedMemoryGroup(self, exchange)
 

@@ -8,7 +8,8 @@ their Worker and group here. A script may train several times: each run has a gr
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -110,6 +111,15 @@ class ProcessContext:
         self._output: Output | None = None  # of the current run, where it is over several machines
         self._progress: SharedProgress | None = None
 
+    @contextmanager
+    def shown_to(self, visitor: Visitor) -> Iterator[None]:
+        """What a script is about to train inside is shown to this visitor, which leaves it there."""
+        before, self.visitor = self.visitor, visitor
+        try:
+            yield
+        finally:
+            self.visitor = before
+
     @property
     def is_alone(self) -> bool:
         """Whether nobody started this process as a rank: it may start ranks itself."""
@@ -192,8 +202,7 @@ class ProcessContext:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
         config = self.settings_of_run(config)
         rank_info = self.make_rank_info(devices)
-        report = self.status.begin(output, rank_info, config.out)
-        report.is_shared = not rank_info.roster.is_one_machine and not self.ranks.is_newcomer
+        report = self.status.begin(output, rank_info, config.out, is_newcomer=self.ranks.is_newcomer)
         self._output = output if report.is_shared else None
 
         def join(model: nn.Module) -> Group:
@@ -384,7 +393,7 @@ class ProcessContext:
                     self._write("", lambda store: store.set(SIGNAL_KEY, str(int(number))))
                 self.is_terminated |= number == signal.SIGTERM
                 self.stop_requested.set()
-            requests.terminate() if number == signal.SIGTERM else requests.stop.set()
+            requests.signalled(number)
 
         return Stoppable(lambda: requests.grace, stop, may_leave, is_cut_by_second=self.is_alone)
 

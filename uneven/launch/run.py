@@ -8,10 +8,8 @@ import atexit
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,21 +17,20 @@ from typing import Any
 import torch
 
 from uneven.config import RunConfig, Task
-from uneven.errors import NOTHING_TRAINED, InputError, Left, RankError, StoppedError, Terminated
+from uneven.errors import InputError, Left, RankError, StoppedError
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
-from uneven.launch.checks.preflight import Prepared, prepare
+from uneven.launch.checks.preflight import Prepared
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
-from uneven.launch.control.listing import STOPPED, describe_result
+from uneven.launch.control.listing import STOPPED
 from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.signals import SIGNALS, end_process, is_main_thread
-from uneven.launch.standard_streams import open_closed_streams
-from uneven.launch.start import Start
+from uneven.launch.start import Start, starting
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
@@ -71,11 +68,11 @@ class Run:
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
         self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._reporter.listeners.append(self._epochs.put)
+        self._reporter.listen(self._epochs.put)
         # A daemon: a caller that ends without joining must not leave the process training on.
         self._thread = threading.Thread(target=self._run_body, name="uneven-run", daemon=True)
         atexit.register(self._stop_at_exit)
-        start.has_begun = True
+        start.begin()
         self._thread.start()
 
     @property
@@ -178,7 +175,7 @@ class Run:
         """Once, by the thread of the run after a SIGTERM, else by the caller's after Ctrl-C."""
         if self._state is not None and self._context.rank == 0 and not self._is_saved:
             self._is_saved = True
-            self._start.tell_saved(self._context, save_interrupted(self._state, self._reporter))
+            self._start.tell_saved(save_interrupted(self._state, self._reporter))
 
     def _join_thread(self) -> None:
         # The interpreter must not shut down while a thread still frees tensors: torch's destructors would be unwound
@@ -205,7 +202,7 @@ class Run:
             has_page = self._start.keeps and not self._requests.is_terminated  # then the time is for saving
             saved = (state, self._config, self._reporter, interference, is_lead)
             self._state = save_results(*saved, plan=self._plan, has_page=has_page)
-            self._start.tell_saved(self._context, self._state.folder)
+            self._start.tell_saved(self._state.folder)
             if not state.finished and state.stopped is None:
                 if self._context.environment.launcher in OWN_LAUNCHERS:
                     # It has stopped with its peers, and its own heartbeat reads the request a moment later.
@@ -250,52 +247,21 @@ def launch(
     neither page nor logs, and is not remembered: for a program of many runs.
     """
     context = process_context()
-    with starting(context, config) as start:
-        requests = start.requests
-        start.keeps = keeps
-        requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
+    with starting(context, config, keeps=keeps) as start:
         task, copies = rebuild_instances(task)
-        prepared = prepare(task, config, context, title)
-        start.held = prepared.held
+        prepared = start.prepare(task, config, title)
         reporter, devices = prepared.reporter, prepared.devices
         reporter.say([*notes, *copies])
-        reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
+        for callback in on_epoch:
+            reporter.listen(partial(_at_epoch_end, callback))
         if (finished := prepared.finished) is not None:
             return Run(lambda *_: finished, prepared, context, start)
         starts_ranks = context.is_alone and needs_ranks(devices)
-        start.list_run(context, reporter, prepared.config, None if starts_ranks else devices)
+        start.list_run(prepared, is_here=not starts_ranks)
         on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
         train = on_ranks if starts_ranks else partial(_train_in_process, context)
         body = partial(train, replace(task, made=prepared.made), prepared.config, devices)
         return Run(body, prepared, context, start, plan)
-
-
-@contextmanager
-def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterator[Start]:
-    """Around the checks and the start of a run. A SIGTERM inside ends the process: there is nothing to save yet.
-
-    `others` are signals that the run handles beside SIGTERM.
-    """
-    open_closed_streams()
-    requests = Requests(config.grace)
-    start = Start(requests, context.stoppable(requests, lambda: not start.has_begun))
-    if context.gets_signals:
-        SIGNALS.add(start.stoppable, signal.SIGTERM, *others)
-    try:
-        yield start
-    except BaseException as error:
-        SIGNALS.discard(start.stoppable)
-        start.release_folder()
-        if start.listing is not None:
-            start.listing.close(*describe_result(error))
-        if context.leader is not None:
-            context.leader.close()
-        context.tell_failure(error)
-        if isinstance(error, Terminated):
-            print(f"uneven: {NOTHING_TRAINED}", file=sys.stderr, flush=True)
-            if config.out is not None and context.rank == 0:
-                release_out_folder(config.out)
-        raise
 
 
 def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:

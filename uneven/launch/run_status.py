@@ -61,10 +61,15 @@ class RankReport:
     `figures` as a whole, since other threads read them.
     """
 
-    def __init__(self, device: str, output: Output, logs: tuple[Path, str] | None = None) -> None:
-        """`logs`: the folder of the run, and the name of this rank's log."""
+    def __init__(
+        self, device: str, output: Output, logs: tuple[Path, str] | None = None, *, is_shared: bool = False
+    ) -> None:
+        """`logs`: the folder of the run, and the name of this rank's log.
+
+        `is_shared`: rank 0 draws this rank together with those of other machines.
+        """
         self.figures: dict[str, Any] = {"device": device}
-        self.is_shared = False  # rank 0 draws this rank together with those of other machines
+        self.is_shared = is_shared
         self._output, self._logs = output, logs
 
     def started(self, axis: Axis, place: str) -> None:
@@ -96,17 +101,16 @@ class RunStatus:
     """The figures of the run whose worker was made last in this process, until the next one begins."""
 
     def __init__(self) -> None:
-        self.saved: str | None = None  # where the state of the last run is
         self._rank = RankReport("", SentLines())
         self._last: dict[str, Any] = {}
-        self._result: dict[str, Any] = {}  # what the run came to in the end
+        self._result: dict[str, Any] = {"saved": None}  # what the run came to in the end
 
-    def begin(self, output: Output, rank_info: RankInfo, out: Path | None) -> RankReport:
+    def begin(self, output: Output, rank_info: RankInfo, out: Path | None, *, is_newcomer: bool = False) -> RankReport:
         """Return the report for the worker of a run that begins; its results go to `out`."""
         logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
-        self._rank = RankReport(str(rank_info.device), output, logs)
-        self.saved = None
-        self._last, self._result = {}, {}
+        is_shared = not rank_info.roster.is_one_machine and not is_newcomer
+        self._rank = RankReport(str(rank_info.device), output, logs, is_shared=is_shared)
+        self._last, self._result = {}, {"saved": None}
         return self._rank
 
     def show(self, worker: Worker) -> dict[str, Any]:
@@ -130,11 +134,15 @@ class RunStatus:
 
     def last(self) -> dict[str, Any]:
         """Of a run that is over: its figures, and where its state is."""
-        return {**self._last, **self._result, "saved": self.saved}
+        return {**self._last, **self._result}
 
     def reached(self, state: TrainedState) -> None:
         """The run has its result, which the history keeps: the figures reported last are a moment older."""
-        self._result = {"samples": state.samples, "reached": state.slot}
+        self._result = {**self._result, "samples": state.samples, "reached": state.slot}
+
+    def saved_in(self, folder: str | None) -> None:
+        """The result has been written."""
+        self._result = {**self._result, "saved": folder}
 
 
 class SharedProgress:

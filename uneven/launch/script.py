@@ -39,7 +39,7 @@ from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script, refuse_no_file
 from uneven.launch.script_imports import uses_uneven
-from uneven.launch.signals import SIGNALS, RankSignal, Stoppable
+from uneven.launch.signals import SIGNALS, RankSignal, SignalledRequests, Stoppable
 from uneven.machines.code import digest, read_code
 from uneven.results.progress import Reporter
 from uneven.train.requests import GRACE_S, Requests
@@ -138,13 +138,8 @@ def run_stoppable(
     Ctrl-C and SIGTERM ask the ranks to stop, a second one ends them; KeyboardInterrupt or Terminated either way.
     `waiting` is what signals meant until now.
     """
-    requests = Requests(float(order["settings"].get("grace", GRACE_S)))
-
-    def stop(number: int) -> None:
-        requests.terminate() if number == signal.SIGTERM else requests.stop.set()
-
-    stoppable = Stoppable(lambda: requests.grace, stop)
-    requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.terminate()
+    requests = SignalledRequests(float(order["settings"].get("grace", GRACE_S)), ends_process=True)
+    stoppable = Stoppable(lambda: requests.grace, requests.signalled)
     SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
     try:
         if waiting is not None:
@@ -266,20 +261,18 @@ def visit_script(script: Script, settings: Mapping[str, Any], visitor: "Visitor"
     None where the script ends by itself; SystemExit where it does so with an error.
     """
     from uneven.launch.context import make_context, set_process_context  # imports torch
-    from uneven.launch.visitor import LeftScript, Visitor
+    from uneven.launch.visitor import LeftScript
 
     context = make_context(None, settings)
-    context.visitor = visitor
     set_process_context(context)
     try:
-        execute(script)
+        with context.shown_to(visitor):
+            execute(script)
     except LeftScript as left:
         return left.found
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    finally:
-        context.visitor = Visitor()
     return None
 
 

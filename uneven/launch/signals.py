@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from uneven.errors import Terminated
 from uneven.launch.cleanup import end_all_runs
+from uneven.train.requests import Requests
 
 SAME_S = 1.0  # `timeout` sends its signal twice, to the process and to its group: that is one request
 PUT_AWAY_S = 15.0  # to tell other machines and to remove what is there, where nothing has to be saved
@@ -184,6 +185,22 @@ class StopSignals:
 
 
 SIGNALS = StopSignals()
+
+
+class SignalledRequests(Requests):
+    """Of a process whose ranks may be signalled, too: a rank's SIGTERM is taken for one of its own, if it handles that.
+
+    If it does not, its ranks stop, and `ends_process` says whether it ends with them.
+    """
+
+    def __init__(self, grace: float, *, ends_process: bool) -> None:
+        super().__init__(grace)
+        self._ends_process = ends_process
+
+    def rank_signalled(self, number: int) -> None:
+        if number == signal.SIGTERM and SIGNALS.receive():
+            return
+        self.signalled(number if self._ends_process else signal.SIGINT)
 
 
 @contextmanager

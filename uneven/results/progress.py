@@ -60,7 +60,7 @@ class Reporter:
         if style == "auto":
             style = "bar" if is_notebook or sys.stderr.isatty() else "lines"
         self.style = style
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every finished epoch's entry
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._prints_bars_only = _prints_bars_only.get()
         self._title = title
         self._log: Callable[[Sequence[str]], None] | None = None  # keeps the lines, too
@@ -143,9 +143,13 @@ class Reporter:
             self._live.start(refresh=True)
             _keep_prints()
 
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """From now on it is called with the entry of every epoch and evaluation."""
+        self._listeners.append(listener)
+
     def epoch_done(self, entry: dict[str, Any]) -> None:
         self._last_entry = entry
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(entry)
         line = epoch_line(entry, self._epochs)
         self.say([] if line is None else [line])

@@ -5,8 +5,8 @@ in this process, or the watch over rank processes, which passes the requests on 
 (launch/watch/watch.py).
 """
 
+import signal
 import threading
-from collections.abc import Callable
 
 GRACE_S = 30.0  # the setting's default, for a launcher that does not know its script's settings yet
 
@@ -20,9 +20,19 @@ class Requests:
         self.grace = grace  # seconds from a signal until the run must have saved
         self.is_terminated = False  # the stop is a SIGTERM: once the run is saved the process ends with its exit code
         self.is_interrupted = False  # the stop is a Ctrl-C: the run saves where it would not for `Run.stop`
-        self.on_rank_terminated: Callable[[], None] = self.terminate  # a rank process got a SIGTERM
 
     def terminate(self) -> None:
         """Stop because of a SIGTERM, which reached this process or one of its ranks."""
         self.is_terminated = True
         self.stop.set()
+
+    def signalled(self, number: int) -> None:
+        """Stop because of a SIGTERM or a SIGINT."""
+        if number == signal.SIGTERM:
+            self.terminate()
+        else:
+            self.stop.set()
+
+    def rank_signalled(self, number: int) -> None:
+        """As `signalled`, by one that a rank process got."""
+        self.signalled(number)

@@ -5,7 +5,6 @@ puts the ranks of all machines into one list, so that launch/watch/watch.py need
 """
 
 import json
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +73,7 @@ class RemoteNode:
             if "stopped" in message:
                 self.stopped = {self.ranks[number] for number in message["stopped"]}
             if "stop" in message:
-                requests.on_rank_terminated() if message["stop"] == signal.SIGTERM else requests.stop.set()
+                requests.rank_signalled(int(message["stop"]))
             if "left" in message:
                 self.left = message["left"]
             if "leave" in message:

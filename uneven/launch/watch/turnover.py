@@ -7,6 +7,7 @@ that it is ready, the next generation has it as a rank. Whatever happens to it b
 (train/elastic/settler.py); the next generation is without it. Who cannot leave is refused in words, and stays.
 """
 
+import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from uneven.launch.watch.lost import RankHealth
 from uneven.results.progress import Reporter
 from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settler import PARTING
+from uneven.train.requests import Requests
 
 ARRIVE_S = 1.0  # for the other ranks to come as far, once one of them has
 PARTING_S = 5.0  # for all of it; then it is a group that ranks have lost
@@ -142,12 +144,12 @@ class Leaving:
     def ask(self, requests: Sequence[LeaveRequest]) -> None:
         self._open.update((request, []) for request in requests)
 
-    def ask_terminated(self, on_refused: Callable[[], None]) -> None:
+    def ask_terminated(self, requests: Requests) -> None:
         """Ranks of other machines that got a SIGTERM leave; where one cannot, the run is to stop and to be saved."""
 
         def answer(found: Answer) -> None:
             if "refused" in found:
-                on_refused()
+                requests.rank_signalled(signal.SIGTERM)
 
         for number in self._generations.numbers:
             if self._ranks[number].status.get("terminated") and number not in self._terminated:

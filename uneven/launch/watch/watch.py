@@ -158,7 +158,7 @@ class Watch:
     def _let_go(self, requests: Requests, now_s: float) -> None:
         """Ranks that were asked to leave: those that have handed in their work are not in the next generation."""
         self._leaving.ask(self._processes.asked())
-        self._leaving.ask_terminated(requests.on_rank_terminated)
+        self._leaving.ask_terminated(requests)
         if not self._leaving.is_asked:
             return
         if self._stop_sent_s is not None or has_result(self._folder):
@@ -293,7 +293,7 @@ class Watch:
             self._store.set(SAVE_KEY, str(self._saves))
         if not self._was_rank_signalled and (number := get_text(self._store, SIGNAL_KEY)) is not None:
             self._was_rank_signalled = True
-            requests.on_rank_terminated() if int(number) == signal.SIGTERM else requests.stop.set()
+            requests.rank_signalled(int(number))
         if requests.stop.is_set() and self._stop_sent_s is None:
             self._store.set(STOP_KEY, TERMINATED if requests.is_terminated else "1")
             self._stop_sent_s = now_s
@@ -361,7 +361,7 @@ class Watch:
     def _failure(self, requests: Requests, refusal: str) -> Exception:
         """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
         if self._was_terminated_at_start():
-            requests.on_rank_terminated()
+            requests.rank_signalled(signal.SIGTERM)
             return StoppedError(NOTHING_TRAINED)
         end = time.monotonic() + GRACE_S
         left = [number for number in range(len(self._ranks)) if number not in self._generations.aside]
