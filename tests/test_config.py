@@ -7,7 +7,7 @@ from torch import nn
 
 from uneven import InputError
 from uneven.config import LOCAL_POLICIES, RunConfig, Task, check_settings, check_task, resolve, settings_of
-from uneven.train.local_policy import local_sgd_config
+from uneven.train.policies import local_sgd_config
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from uneven.api.loop import Loop
 from uneven.timeline.record import Recorder
-from uneven.train.step_stats import StepStats, record_wait
+from uneven.train.gradient_sync import StepStats, record_wait
 
 WORK_S = 0.1  # the user's own work, as long as another rank waits for it
 

@@ -18,9 +18,9 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter
 from uneven.step.finite import OwnCheck
+from uneven.train.gradient_sync import StepStats
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
-from uneven.train.step_stats import StepStats
 from uneven.train.worker import Worker
 
 

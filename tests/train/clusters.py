@@ -18,7 +18,7 @@ from uneven.comm.work import Work
 from uneven.errors import GroupLostError, Left
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.train.elastic.membership import Generation
+from uneven.train.membership import Generation
 from uneven.train.rank_info import RankInfo
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from uneven.hardware.roster import Roster
 from uneven.timeline.record import TRAINING, Recorder
 from uneven.timeline.timeline import Timeline
 from uneven.train import worker as worker_module
-from uneven.train.clocks import MachineClocks
-from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.rank_info import MachineClocks, RankInfo, RankResult
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 

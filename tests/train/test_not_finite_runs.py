@@ -29,9 +29,9 @@ from uneven.launch.training import collect
 from uneven.policy.axis import Axis, Part
 from uneven.results.progress import epoch_line
 from uneven.step.finite import Cause, Fault
-from uneven.train.dropped import DroppedSteps
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
+from uneven.train.state import DroppedSteps
 from uneven.train.worker import Worker
 
 

@@ -17,7 +17,7 @@ from tests.train.strategy_tasks import assert_same_optimizer
 from uneven import MuonAdamW, fit
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
-from uneven.train.local_policy import NO_RATE
+from uneven.train.policies import NO_RATE
 
 
 def make_muon(params: Any) -> MuonAdamW:

@@ -2,8 +2,8 @@
 
 from uneven.comm.group import SoloGroup
 from uneven.hardware.device import Device
+from uneven.train.gradient_sync import StepTimer
 from uneven.train.rank_info import RankInfo
-from uneven.train.step_stats import StepTimer
 
 
 def test_waits_and_the_users_own_code_are_left_out_of_a_ranks_work() -> None:

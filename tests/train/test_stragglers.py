@@ -22,7 +22,7 @@ from uneven.timeline.record import Recorder
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.requests import Requests
-from uneven.train.stragglers import MOST_LINES, Stragglers
+from uneven.train.synchronizer import MOST_LINES, Stragglers
 from uneven.train.worker import Worker
 
 USUAL = Cost(5.0, 0.2)

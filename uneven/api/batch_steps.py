@@ -21,8 +21,7 @@ from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.axis import Part
 from uneven.step.several import OptimizerGroup, RankLeftError, SeveralSteps
 from uneven.train.agreement import RankStatus, check_status
-from uneven.train.gradient_sync import GradientSync
-from uneven.train.step_stats import StepStats
+from uneven.train.gradient_sync import GradientSync, StepStats
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import Worker
 

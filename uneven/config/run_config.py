@@ -260,7 +260,7 @@ class RunConfig:
     def slot_size(self, ranks: int) -> int:
         """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""
         per_rank, size = self.batch_size * self.accumulate, self.global_batch_size
-        # With "auto" the plain size, until the ranks have chosen: train/exact_policy.py.
+        # With "auto" the plain size, until the ranks have chosen: train/policies.py.
         return per_rank if self.is_local else size if isinstance(size, int) else per_rank * ranks
 
     def caps(self, ranks: int) -> tuple[float, ...]:

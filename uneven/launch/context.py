@@ -39,8 +39,7 @@ from uneven.launch.run_status import Output, RunStatus, SharedProgress
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
 from uneven.launch.watch.peers import PeerWatch, watch_peers
-from uneven.train.clocks import MachineClocks
-from uneven.train.rank_info import RankInfo
+from uneven.train.rank_info import MachineClocks, RankInfo
 from uneven.train.requests import GRACE_S, Requests
 from uneven.train.worker import Worker
 

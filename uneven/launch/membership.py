@@ -38,8 +38,8 @@ from uneven.launch.heartbeat import (
 )
 from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
 from uneven.launch.watch.lost import WAITING_PHASES, silence_allowed_s
-from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settler import PARTING
+from uneven.train.membership import Generation
 from uneven.train.rank_info import RankInfo
 
 POLL_S = 0.02

@@ -35,8 +35,8 @@ from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.train.random_state import RandomStates
 from uneven.train.requests import Requests
+from uneven.train.saved_state import RandomStates
 
 HEARD_S = 2.0  # for a heartbeat, which comes several times a second
 Body = Callable[[Requests, Reporter], TrainedState]

@@ -17,7 +17,7 @@ class RoundReport(NamedTuple):
     loss_sum: float = 0.0
     loss_count: float = 0.0
     divergence: float = 0.0  # ||params - average|| / ||average|| at its last merge
-    status: float = 0.0  # see train/step_stats.py; a float because the report travels in a float tensor
+    status: float = 0.0  # see train/gradient_sync.py; a float because the report travels in a float tensor
     fingerprint: float = 0.0
     user_ms: float = 0.0  # code of the user's own since its last round, which is not in busy_ms
     dropped: float = 0.0  # of `samples`: of steps that were not finite

@@ -40,7 +40,7 @@ class ExactRun:
         self.last_samples: list[int] = []
 
     def _balanced(self, before: "ExactRun | None") -> ExactPolicy:
-        """As train/exact_policy.py makes it: shares as they are given, or by speed within what memory holds."""
+        """As train/policies.py makes it: shares as they are given, or by speed within what memory holds."""
         job, slot = self.generation.job, self.axis.slot_size
         shares = job.shares_of(self.generation.numbers)
         if shares is not None:

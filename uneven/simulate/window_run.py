@@ -21,7 +21,7 @@ from uneven.simulate.tally import COMMUNICATION, COMPUTE, IDLE, WAIT
 
 
 def local_config(job: Job, is_async: bool, shares: tuple[float, ...] | None = None) -> LocalSGDConfig:
-    """The window settings of a job, as train/local_policy.py has those of a run."""
+    """The window settings of a job, as train/policies.py has those of a run."""
     anchor, max_anchor = LocalSGDConfig.anchors(None if job.anchor == "auto" else job.anchor, job.max_anchor)
     return LocalSGDConfig(is_async=is_async, anchor=anchor, max_anchor=max_anchor, shares=shares)
 

@@ -5,7 +5,7 @@ not finite are captured with them; gradients are added into the reducer's bucket
 is one graph for each combination of micro-batch sizes and the slot's samples, since both are constants in the captured
 kernels. Sizes seen for the first time run eagerly. That step is the warm-up which a capture needs (cuDNN chooses its
 kernels, the loss scaler makes its tensors), so no step is computed twice, nothing has to be restored, and sizes that do
-not come again cost nothing. Sizes around the first split are captured before the first step (train/exact_policy.py),
+not come again cost nothing. Sizes around the first split are captured before the first step (train/policies.py),
 because in a step all ranks would wait for it.
 """
 

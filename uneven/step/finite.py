@@ -2,7 +2,7 @@
 
 [Note: steps that are not finite] One rule for all policies: a step whose loss or gradient is not finite, or whose
 counts cannot be divided by, is skipped before the update. Params, optimizer state, buffers and the loss meter stay as
-they were; its samples are recorded as dropped (train/dropped.py), and `max_bad_steps` in a row end the run.
+they were; its samples are recorded as dropped (train/state.py), and `max_bad_steps` in a row end the run.
 Each rank checks its own loss, count and gradient before they are summed: afterwards a NaN is everywhere and nobody
 could tell whose it was. The numbers travel with the ranks' statistics, so all ranks skip the same step and know why.
 With precision='fp16' gradients that overflow are the loss scaler's business, which skips such a step by itself.

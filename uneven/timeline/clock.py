@@ -3,7 +3,7 @@
 Ranks of one machine share its clock, which only counts from some start of its own (the boot, on Linux), and two quartz
 clocks drift apart by some microseconds every second. So the first rank of each machine reads the first machine's clock
 through the store at the start and at the end of a run, and times between are corrected linearly. Pure arithmetic; the
-round trips are in comm/clock.py, who asks whom in train/clocks.py.
+round trips are in comm/clock.py, who asks whom in train/rank_info.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -29,7 +29,6 @@ from uneven.step.no_trace import no_trace
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.train.built import check_dense
-from uneven.train.elastic.settle_shards import load_whole_state
 from uneven.train.engine import Engine
 
 MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
@@ -85,7 +84,7 @@ def apply_strategy(
         optimizer = strategy.optimizer
     if shares is None:
         return []
-    load_whole_state(engine, schedule)
+    engine.divide_whole_state(schedule)
     return [
         f"  {config.strategy}: bytes {_source(engine)}, {_percent(_held(optimizer, shares))}"
         f"{_with_copies(optimizer)}{_whole_tensors(optimizer)}"

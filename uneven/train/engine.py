@@ -4,7 +4,8 @@ The worker makes one engine, the synchronizer drives it. How far the run is, and
 RunState (train/state.py). What it runs before the group forms, to compile and to measure, is in train/warm_up.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from uneven.hardware.throttle import Throttle
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
-from uneven.parallel.strategy import FullState, Strategy
+from uneven.parallel.strategy import FullState, Strategy, on_host
+from uneven.parallel.survivors import CanSurvive
 from uneven.policy.axis import Axis, Part
 from uneven.policy.events import Events, find_events
 from uneven.policy.scale import lr_scale
@@ -30,12 +32,18 @@ from uneven.step.finite import Fault, Verdict
 from uneven.step.precision import Precision, check_slice
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
+from uneven.step.strategy_step import StrategyStep
 from uneven.timeline.record import Recorder
-from uneven.train.built import build_model, checked_optimizer
-from uneven.train.optimizer_tree import describe_made
-from uneven.train.random_state import seed_random
+from uneven.train.built import (
+    build_model,
+    check_schedule,
+    checked_optimizer,
+    grown_scale,
+    make_schedule,
+    schedule_position,
+)
 from uneven.train.rank_info import RankInfo
-from uneven.train.scheduled import check_schedule, grown_scale, make_schedule, schedule_position
+from uneven.train.saved_state import describe_made, seed_random
 from uneven.train.state import RunState
 
 
@@ -95,7 +103,7 @@ class Engine:
         self.full_state: Callable[[], FullState] | None = None
         self.load_full_state: Callable[[FullState], None] | None = None
         self.strategy: Strategy | None = None
-        # After the loss of a rank, until it is sharded anew: [Note: whole state in hand] in elastic/settle_shards.py.
+        # After the loss of a rank, until it is sharded anew: [Note: whole state in hand] in elastic/shards.py.
         self.whole_state: FullState | None = None
         self.rolled_back = 0  # the number of the checkpoint that `whole_state` was read from, if it was
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
@@ -147,6 +155,47 @@ class Engine:
         make_scheduler = None if config.global_batch_size == "auto" else self.task.make_scheduler
         self.schedule = make_schedule(make_scheduler, self.optimizer, config, self.axis)
         check_schedule(self.schedule, self.task, config)
+
+    @property
+    def updates(self) -> int:
+        """How many updates this rank has applied to its shards since they were divided; 0 where nothing is sharded."""
+        return self.strategy.updates if isinstance(self.strategy, CanSurvive) else 0
+
+    def keep_whole(self, state: FullState, rolled_back: int | None = None) -> None:
+        """This is the whole state: for the run's result, where nothing is left to train; else until it is divided.
+
+        `rolled_back`: the number of the checkpoint that it was read from, if it was.
+        """
+        self.whole_state = state
+        self.full_state = lambda: state
+        self.rolled_back = self.rolled_back if rolled_back is None else rolled_back
+
+    def leave_shards(self) -> None:
+        """Before a strategy is made for those who are left: the model is whole again, with plain optimizer and step."""
+        state, strategy = self.whole_state, self.strategy
+        if state is None or not isinstance(strategy, CanSurvive):
+            return
+        strategy.leave(state)
+        self.leave_strategy(self.step.plain if isinstance(self.step, StrategyStep) else self.step)
+        if self.rank_info.world_size == 1:
+            self.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
+            self.strategy = self.whole_state = None
+            self.rolled_back = 0
+
+    def divide_whole_state(self, schedule: Mapping[str, Any]) -> None:
+        """When the strategy of a new group is made: divide the state, if there is one, by the memory of who is left."""
+        state = self.whole_state
+        if state is None:
+            return
+        assert self.load_full_state is not None, "a strategy that shards can load"
+        self.load_full_state(state)
+        self.schedule.load_state_dict(schedule)
+        self.rolled_back = 0  # all have gone back, or this group would not train
+
+        def forget(*_: object) -> None:
+            self.whole_state = None
+
+        self.optimizer.register_step_pre_hook(forget)
 
     def leave_group(self) -> None:
         """The group is lost, and its reducer with it."""

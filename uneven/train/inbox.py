@@ -1,10 +1,10 @@
 """What is asked of a rank: to stop, to leave, or a checkpoint or an evaluation that no slot of the axis asks for.
 
-By a signal, the command line, a callback or an interval of time. It is a value that the rank reads with every exchange.
+By a signal, the command line, a callback or an interval of time. A rank reads it with every exchange, as a value.
 
-Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round,
-and all ranks meet at the slot that follows from it, so no rank's clock has to agree with another's. All ranks note when
-they met: whoever is rank 0 after a loss goes on with the interval.
+Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round, and all ranks meet at
+the slot that follows from it, so no rank's clock has to agree with another's. All ranks note when they met: whoever is
+rank 0 after a loss goes on with the interval.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import first_free_slot
 from uneven.policy.windows import Windows
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.elastic.membership import Membership
+from uneven.train.membership import Membership
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 

@@ -25,10 +25,10 @@ from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import Windows
 from uneven.train.agreement import RankStatus, check_agreement, check_status
 from uneven.train.claims import SlotClaims
-from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
 from uneven.train.inbox import Inbox, Wish, follow_wish
-from uneven.train.local_policy import (
+from uneven.train.local_state import EpochEnds, LocalState, RoundCosts, RoundTally
+from uneven.train.policies import (
     LocalScale,
     describe_guard,
     leave_out_rest,
@@ -36,10 +36,8 @@ from uneven.train.local_policy import (
     note_shares,
     stopped_ledger,
 )
-from uneven.train.local_state import EpochEnds, LocalState
-from uneven.train.rounds import RoundCosts, RoundTally
-from uneven.train.stragglers import Stragglers
-from uneven.train.synchronizer import EventCall, Merged
+from uneven.train.state import check_bad_steps, note_dropped
+from uneven.train.synchronizer import EventCall, Merged, Stragglers
 
 
 class LocalSGD:

@@ -1,21 +1,28 @@
-"""A rank among the others: its identity and group, the interface it reports progress to, and its results."""
+"""A rank among the others: its identity and group, the interface it reports progress to, and its results.
+
+Where ranks are on several machines, the first one of each reads the clock of rank 0 (MachineClocks): made by
+launch/context.py with the group, measured by the worker at the start and the end of a run.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from uneven.comm.clock import Clock
+import torch
+
+from uneven.comm.clock import Clock, ask_clock, serve_clock
 from uneven.comm.group import Group
+from uneven.comm.store import Store
 from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
 from uneven.machines.transfer import LeaderFiles
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
-from uneven.timeline.clock import Machine
+from uneven.timeline.clock import ClockReading, Machine, read_offset
 from uneven.timeline.timeline import Timeline
-from uneven.train.clocks import MachineClocks
-from uneven.train.elastic.round_records import RoundRecords
+from uneven.train.round_records import RoundRecords
 from uneven.train.state import RunState
 
 
@@ -159,3 +166,29 @@ class RankResult:
     run: RunState  # history, saves and segments of the whole run
     member: str | None = None  # this rank's name, where ranks may be lost or join
     read_gone: Callable[[], list[dict[str, Any]]] = list  # lanes of ranks that are gone (elastic/lane_records.py)
+
+
+class MachineClocks:
+    """Life cycle: one per group and rank; `measure` on all ranks, as a collective.
+
+    `store` is used by this object alone. `readings` stay empty on every rank but the first of each further machine.
+    """
+
+    def __init__(self, store: Store, roster: Roster, rank: int) -> None:
+        self._store = store
+        self._roster = roster
+        self._rank = rank
+        self.readings: list[ClockReading] = []
+        self._measured = 0
+
+    def measure(self, group: Group, clock: Clock) -> None:
+        """Rank 0 serves one machine after the other. A store that is gone costs a reading, not the run's results."""
+        self._measured += 1
+        group.all_reduce(torch.zeros(1)).wait()  # a rank may write its last checkpoint for longer than a store waits
+        with suppress(RuntimeError):
+            for machine in range(1, len(self._roster.hosts)):
+                name = f"{self._measured}/{machine}"
+                if self._rank == 0:
+                    serve_clock(self._store, name, clock)
+                elif self._rank == self._roster.ranks_of(machine)[0]:
+                    self.readings.append(read_offset(ask_clock(self._store, name, clock)))

@@ -22,9 +22,8 @@ from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slo
 from uneven.results.state_tree import join_tree
 from uneven.train.callbacks import CallbackRunner
 from uneven.train.engine import Engine
-from uneven.train.optimizer_tree import join_optimizer
-from uneven.train.random_state import restore_random
 from uneven.train.rank_info import RankInfo
+from uneven.train.saved_state import join_optimizer, restore_random
 from uneven.train.saves import param_names
 from uneven.train.synchronizer import Synchronizer
 

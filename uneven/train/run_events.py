@@ -196,7 +196,7 @@ class RunEvents:
         self.done = done
 
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
-        """The engine is where a checkpoint was taken, and what came after it has not happened (roll_back.py)."""
+        """The engine is where a checkpoint was taken, and what came after it has not happened (shards.py)."""
         self._before = self._callbacks_before = None
         self.done = self._engine.state.trained
         self.span = ((0, 0.0), (self._engine.state.trained, self._saves.train_seconds))

@@ -35,8 +35,7 @@ from uneven.results.state import TrainedState, capture_state, join_state, model_
 from uneven.results.state_tree import split_tree
 from uneven.train.copies import Copies, open_to_machines
 from uneven.train.engine import Engine
-from uneven.train.optimizer_tree import split_optimizer
-from uneven.train.random_state import capture_random
+from uneven.train.saved_state import capture_random, split_optimizer
 
 Take = Callable[[], dict[str, Tensor]]
 MOST_BEGUN = 50  # saves that are remembered; one of them is whole
@@ -158,7 +157,7 @@ class Saves:
         fields, _ = model_fields(engine.model, values if full is None else full.model, engine.optimizer)
         self.check_finite(fields["params"])
         state_dict = engine.optimizer.state_dict() if full is None else full.optimizer
-        optimizer, optimizer_tensors = self._optimizer_tree(state_dict)
+        optimizer, optimizer_tensors = self._saved_state(state_dict)
         random, random_tensors = capture_random(engine.device)
         user, user_tensors = split_tree(engine.state.user_values(), "user")
         scaler = engine.step.precision.scaler
@@ -330,7 +329,7 @@ class Saves:
             checkpoint=self._last if self._last is not None and self._last.exists() else None,
         )
 
-    def _optimizer_tree(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    def _saved_state(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         """The optimizer's state by param name; None on ranks whose state is that of rank 0."""
         engine = self._engine
         is_own = engine.config.is_local and engine.rank_info.world_size > 1

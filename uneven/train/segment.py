@@ -31,10 +31,9 @@ from uneven.step.evaluation import evaluate
 from uneven.step.finite import OwnCheck
 from uneven.step.precision import Precision
 from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync
+from uneven.train.gradient_sync import GradientSync, StepStats
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
-from uneven.train.step_stats import StepStats
 from uneven.train.warm_up import warm_up
 from uneven.train.worker import Worker
 

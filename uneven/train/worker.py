@@ -26,23 +26,21 @@ from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
+from uneven.train.built import describe_schedule
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.elastic.membership import Membership
 from uneven.train.elastic.settle import why_not as why_not_settled
-from uneven.train.elastic.settle_shards import keep_at_end
 from uneven.train.elastic.settler import Settler, why_nobody_goes
 from uneven.train.engine import Engine
-from uneven.train.exact_policy import choose_global_batch
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.inbox import Inbox
+from uneven.train.inbox import Inbox, Requests
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.random_state import seed_random
+from uneven.train.membership import Membership
+from uneven.train.policies import choose_global_batch
 from uneven.train.rank_info import RankInfo, RankResult, Report
-from uneven.train.requests import Requests
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
+from uneven.train.saved_state import seed_random
 from uneven.train.saves import Saves, Survival
-from uneven.train.scheduled import describe_schedule
 from uneven.train.synchronizer import EventCall, Synchronizer
 from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
 
@@ -183,9 +181,7 @@ class Worker:
         self.end_callbacks()
         self.rank_info.compare_clocks(self.recorder.clock)
         if self.settler is not None:
-            keep_at_end(self.engine)
-            self.settler.is_over = True
-            self.group.all_reduce(torch.zeros(1)).wait()  # all have come as far: none of them needs the others' params
+            self.settler.reach_end()
 
     def _train_slots(self, synchronizer: Synchronizer) -> bool:
         """Train the rest of the axis; returns whether the run was stopped before its end."""

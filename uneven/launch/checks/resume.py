@@ -26,8 +26,8 @@ from uneven.results.checkpoint_folders import find_checkpoints, first_whole, set
 from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.built import checked_model, checked_optimizer
-from uneven.train.optimizer_tree import check_optimizer, kept_settings
 from uneven.train.resume import check_model
+from uneven.train.saved_state import check_optimizer, kept_settings
 
 RESULT_FILES = (
     *("state.json", "state.safetensors", "optimizer.safetensors", "log.json"),

@@ -20,8 +20,8 @@ from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.watch.generations import Generations, count_ranks, steps_done
 from uneven.launch.watch.lost import RankHealth
 from uneven.results.progress import Reporter
-from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settler import PARTING
+from uneven.train.membership import Generation
 from uneven.train.requests import Requests
 
 ARRIVE_S = 1.0  # for the other ranks to come as far, once one of them has

@@ -25,13 +25,13 @@ from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
 from uneven.step.several import SeveralSteps
-from uneven.train.elastic.settle_shards import settle_shards
-from uneven.train.elastic.step_guard import log_of
+from uneven.train.elastic.shards import settle_shards
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.optimizer_tree import lay_out
+from uneven.train.saved_state import lay_out
 from uneven.train.state import Kept
+from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
 

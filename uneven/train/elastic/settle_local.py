@@ -23,10 +23,10 @@ from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained
 from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.windows import Windows
-from uneven.train.elastic.membership import Generation
 from uneven.train.elastic.settle import Settlement, seed_newcomer
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
+from uneven.train.membership import Generation
 from uneven.train.synchronizer import Merged
 
 

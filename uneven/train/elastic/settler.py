@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from uneven.comm.gather import broadcast_json
 from uneven.errors import GroupLostError, RankError
+from uneven.parallel.survivors import CanSurvive
 from uneven.policy.finish import Cost
 from uneven.train.elastic.lane_records import LaneRecords
-from uneven.train.elastic.membership import Generation, Membership
-from uneven.train.elastic.roll_back import go_back, read_newest
-from uneven.train.elastic.round_records import RoundRecords
 from uneven.train.elastic.settle import (
     NEWCOMER,
     Settlement,
@@ -43,14 +43,16 @@ from uneven.train.elastic.settle import (
     why_not_joined,
 )
 from uneven.train.elastic.settle_local import abandon, begin_blank, describe, settle_local
-from uneven.train.elastic.settle_shards import leave_shards
-from uneven.train.elastic.step_guard import StepGuard
+from uneven.train.elastic.shards import go_back, read_newest
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.inbox import Wish
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.membership import Generation, Membership
+from uneven.train.round_records import RoundRecords
 from uneven.train.run_events import RunEvents
 from uneven.train.saves import Saves, Survival
+from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
 
@@ -148,6 +150,18 @@ class Settler:
         if synchronizer is not None and is_parting(synchronizer, self._engine):
             self._saves.finish()  # its part of the last checkpoint
             raise GroupLostError(PARTING)
+
+    def reach_end(self) -> None:
+        """Nothing is left to train on any rank; a collective.
+
+        What the run returns is gathered while everybody is here: a rank that is lost from now on is not missed, though
+        nobody has a copy of its shards.
+        """
+        engine = self._engine
+        if isinstance(engine.strategy, CanSurvive) and engine.full_state is not None:
+            engine.keep_whole(engine.full_state())
+        self.is_over = True
+        engine.rank_info.group.all_reduce(torch.zeros(1)).wait()  # all have come as far: none needs the others' params
 
     def finish(self) -> None:
         """Wait until all ranks have the run's result."""
@@ -304,7 +318,7 @@ class Settler:
         kept = [old_members.index(member) for member in self._members if member in old_members]
         engine.leave_group()
         engine.follow_ranks(config_of(engine.config, kept))
-        leave_shards(engine)
+        engine.leave_shards()
         if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely
             exchange_losses(engine.meter, engine.rank_info.group)
         self._rank.go_on_after(before, cost, None if settlement is None else settlement.event_loss)

@@ -1,29 +1,34 @@
-"""Going back to the newest whole checkpoint, in the same processes, where a shard of a lost rank has no copy.
+"""Settling where params or optimizer state are sharded: those who are left put them together, and divide them anew.
 
-Called by train/elastic/settler.py, on all who are left, in their new group. First all of them read the checkpoint
-(`read_newest`, a collective), and nothing has changed yet where another rank is lost meanwhile. Then each goes back by
-itself (`go_back`), without a collective, so it has done so entirely or not at all. The state that it has read is the
-whole state of train/elastic/settle_shards.py, and is divided by the memory of who is left. Ledger, history, learning
-rate, buffers and random numbers are those of the checkpoint: what was trained after it does not count, and is trained
-again.
+Called by settle.py and settler.py, on all who are left.
+
+[Note: whole state in hand] The whole state (`engine.whole_state`) is on the host of every rank from the moment it was
+put together until the first update in the new group begins: then all ranks have divided it. So where yet another rank
+is lost, either all of those who are left have it, or none of them has begun to divide it, or all of them have.
+
+Where a shard is lost for good they go back to the newest whole checkpoint, in the same processes. First all of them
+read it (`read_newest`, a collective), and nothing has changed yet where another rank is lost meanwhile. Then each goes
+back by itself (`go_back`), without a collective, so it has done so entirely or not at all; where only some have, all do
+so again. The state that it has read is then the whole state in hand. Ledger, history, learning rate, buffers and random
+numbers are those of the checkpoint: what was trained after it does not count, and is trained again.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.gather import broadcast_json, gather_json
+from uneven.comm.gather import broadcast_json, gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.errors import InputError, RefusedError
 from uneven.files import why_not_written
 from uneven.machines.transfer import LeaderFiles
+from uneven.parallel.survivors import CanSurvive
 from uneven.results.checkpoint import Checkpoint, files_of_ranks, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole
 from uneven.results.record import RECORD, crc32_of, listed_files
-from uneven.train.elastic.settle_shards import keep_whole, leave_shards
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.resume import Resumed
@@ -75,9 +80,8 @@ def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Fo
 def go_back(engine: Engine, events: RunEvents, found: Found) -> None:
     """This rank is where the checkpoint was taken; no collective, and nothing that another rank may wait for."""
     resumed = found.resumed
-    keep_whole(engine, resumed.full_state(engine))
-    engine.rolled_back = found.which
-    leave_shards(engine)
+    engine.keep_whole(resumed.full_state(engine), rolled_back=found.which)
+    engine.leave_shards()
     resumed.go_back(engine)
     events.go_back(resumed.own.record["callbacks"])
 
@@ -151,3 +155,27 @@ def copy_checkpoint(leader: LeaderFiles | None, ranks: tuple[int, ...], offer: d
 
 def _reason(error: Exception) -> str:
     return why_not_written(error) if isinstance(error, OSError) and error.errno is not None else str(error)
+
+
+def settle_shards(engine: Engine, group: Group, before: Sequence[str], members: Sequence[str]) -> bool:
+    """Put the whole state together, of the furthest step; a collective. False on all where a shard is lost.
+
+    `before` are the members whose ranks hold the shards, `members` those who are left, each in rank order.
+    """
+    strategy = engine.strategy
+    assert isinstance(strategy, CanSurvive), "see why_not in settle.py"
+    rows = gather_rows(group, [float(engine.whole_state is not None), float(engine.rolled_back)])
+    rolled_back = {which for _, which in rows if which}
+    whole = engine.whole_state
+    if not all(has for has, _ in rows):  # [Note: whole state in hand]
+        survived = None
+        if not rolled_back:
+            survived = strategy.surviving_state(group, [list(before).index(member) for member in members])
+        if survived is None:
+            return False
+        whole = survived.state
+    elif len(rolled_back) > 1:
+        return False
+    assert whole is not None, "it was just put together, or everybody has it"
+    engine.keep_whole(whole)
+    return True

@@ -37,7 +37,7 @@ def test_a_slow_sum_makes_steps_larger_and_the_result_is_that_of_one_device(
     limit: int | None, factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learning rate follows the steps that there really are."""
-    monkeypatch.setattr("uneven.train.exact_policy.measure_sum_ms", lambda group, model: 1e6)
+    monkeypatch.setattr("uneven.train.policies.measure_sum_ms", lambda group, model: 1e6)
     lengths: list[int] = []
 
     def decays(optimizer: Any, total_steps: int) -> Any:
@@ -63,7 +63,7 @@ def test_a_slow_sum_makes_steps_larger_and_the_result_is_that_of_one_device(
 
 
 def test_a_cheap_sum_leaves_the_steps_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("uneven.train.exact_policy.measure_sum_ms", lambda group, model: 1e-9)
+    monkeypatch.setattr("uneven.train.policies.measure_sum_ms", lambda group, model: 1e-9)
     ((_, worker), _) = train(2)
     assert (worker.config.global_batch_size, worker.config.accumulate) == (16, 1)
     assert worker.synchronizer is not None

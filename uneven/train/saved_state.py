@@ -1,12 +1,15 @@
-"""An optimizer's state as a checkpoint holds it: by param name, with whatever else its `state_dict` has; and back.
+"""What a checkpoint holds beside params and RunState: an optimizer's state by param name, and random generators.
 
 Used by train/saves.py and train/resume.py; launch/checks/resume.py compares the optimizer before a rank starts.
-Checkpoints of earlier versions have neither the class of the optimizer nor entries of its own.
+Checkpoints of earlier versions have neither the class of the optimizer nor entries of its own. Each rank has its own
+random states (dropout masks differ); a step that may have to be done again keeps those from before it (step_guard.py).
 """
 
+import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -153,3 +156,58 @@ def _is_kept(value: Any) -> bool:
     except InputError:
         return False
     return True
+
+
+def seed_random(seed: int, *, is_own_loop: bool) -> None:
+    """Seed torch, and for `fit` Python and numpy, too: a train step may draw from them. A user's loop seeds its own."""
+    torch.manual_seed(seed)
+    if not is_own_loop:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+class RandomStates(NamedTuple):
+    """As the generators give them; cheap enough for every step."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor  # torch's
+    cuda: Tensor | None  # None where the device is another
+
+    @classmethod
+    def read(cls, device: torch.device) -> "RandomStates":
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self, device: torch.device) -> None:
+        """Set all generators; that of a kind of device that is not among them goes on as it is."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if device.type == "cuda" and self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+def capture_random(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(JSON, tensors by name) of all generators, as they are now."""
+    states = RandomStates.read(device)
+    version, numbers, gauss = states.python
+    kind, keys, *rest = states.numpy
+    record = {"python": [version, gauss], "numpy": [kind, *rest]}
+    tensors = {
+        "random.python": torch.tensor(numbers, dtype=torch.int64),
+        "random.numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
+        "random.torch": states.cpu,
+    }
+    if states.cuda is not None:
+        tensors["random.cuda"] = states.cuda
+    return record, tensors
+
+
+def restore_random(record: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set all generators to what `capture_random` returned."""
+    version, gauss = record["python"]
+    kind, *rest = record["numpy"]
+    python = (version, tuple(tensors["random.python"].tolist()), gauss)
+    numpy = (kind, tensors["random.numpy"].numpy().astype(np.uint32), *rest)
+    RandomStates(python, numpy, tensors["random.torch"], tensors.get("random.cuda")).restore(device)

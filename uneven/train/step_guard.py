@@ -10,10 +10,9 @@ from typing import Any
 from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.ledger import Ledger
 from uneven.step.finite import Fault
-from uneven.train.dropped import BadStep
-from uneven.train.elastic.settle_shards import updates_of
 from uneven.train.engine import Engine
-from uneven.train.random_state import RandomStates
+from uneven.train.saved_state import RandomStates
+from uneven.train.state import BadStep
 
 Log = list[tuple[int, int, int]]
 
@@ -41,7 +40,7 @@ class StepGuard:
         """Before the part's forward. A loop of the user's own runs that itself: then the step begins it once more."""
         if self._part == part:
             return
-        self._part, self._updates = part, updates_of(self._engine)
+        self._part, self._updates = part, self._engine.updates
         self._losses = self._engine.meter.known
         self._random = RandomStates.read(self._engine.device)
 
@@ -58,7 +57,7 @@ class StepGuard:
 
     def end_applied(self) -> None:
         """A sharded step is applied before its params are sent: one that was interrupted after that counts."""
-        if self._part is not None and updates_of(self._engine) > self._updates:
+        if self._part is not None and self._engine.updates > self._updates:
             self.end_interrupted(was_applied=True, fault=None)
 
     def end_interrupted(self, was_applied: bool, fault: Fault | None) -> list[BadStep]:
