@@ -10,8 +10,9 @@ from tests.train.elastic.lossy_runs import train
 from uneven.config import read_every, resolve
 from uneven.hardware.device import parse_devices
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.inbox import Inbox, Requests, Wish
+from uneven.train.inbox import Inbox, Wish
 from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
 
 AT_ONCE = "0.0000001 s"  # over with every step
 STEPS = 6

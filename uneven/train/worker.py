@@ -32,11 +32,12 @@ from uneven.train.elastic.settle import why_not as why_not_settled
 from uneven.train.elastic.settler import Settler, why_nobody_goes
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.inbox import Inbox, Requests
+from uneven.train.inbox import Inbox
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.membership import Membership
 from uneven.train.policies import choose_global_batch
 from uneven.train.rank_info import RankInfo, RankResult, Report
+from uneven.train.requests import Requests
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
 from uneven.train.saved_state import seed_random
