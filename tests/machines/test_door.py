@@ -36,13 +36,15 @@ class Guests:
 @pytest.fixture
 def door() -> Iterator[Door]:
     door = Door(listen("127.0.0.1"), TOKEN)
+    door.open({"node": Guests()})
     yield door
     door.close()
 
 
 def enter(door: Door) -> None:
     """The right one still gets in."""
-    guests = door.handlers["node"] = Guests()
+    guests = door._handlers["node"]
+    assert isinstance(guests, Guests)
     connection = knock(door.address, door.port, TOKEN, 20.0)
     connection.send(role="node", host="here")
     assert connection.read(20.0) == {"welcome": 1}
@@ -130,22 +132,12 @@ def test_an_unknown_role_is_refused_in_words(door: Door) -> None:
     connection.close()
 
 
-def test_a_handler_can_be_added_while_the_door_is_open(door: Door) -> None:
-    guests = door.handlers["files"] = Guests()
-    connection = knock(door.address, door.port, TOKEN, 20.0)
-    connection.send(role="files", name="part-1")
-    assert connection.read(20.0) == {"welcome": 1}
-    assert guests.first[0]["name"] == "part-1"
-    connection.close()
-
-
 def test_whoever_knocks_before_the_door_is_open_waits() -> None:
     """A machine that came between the door and its handler was told that there is no role 'node'."""
-    early = Door(listen("127.0.0.1"), TOKEN, is_open=False)
+    early = Door(listen("127.0.0.1"), TOKEN)
     with ThreadPoolExecutor(1) as pool, closing(early):
         knocked = pool.submit(knock, early.address, early.port, TOKEN, 20.0)
-        early.handlers["node"] = Guests()
-        early.open()
+        early.open({"node": Guests()})
         connection = knocked.result(20.0)
         connection.send(role="node")
         assert connection.read(20.0) == {"welcome": 1}

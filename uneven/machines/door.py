@@ -3,7 +3,7 @@
 One thread talks to all strangers. Each of them has a few hundred bytes and a few seconds to prove the token, there is
 room for `MOST_STRANGERS` at a time, and the one that has waited longest makes room for the next: whoever opens
 thousands of connections, sends garbage or nothing at all costs a bounded amount of memory and keeps nobody out who
-answers at once. The first message of an admitted connection names its role, and `handlers` has a function for each:
+answers at once. The first message of an admitted connection names its role, and there is a function for each:
 'node' for a machine that joins (launch/nodes/lead.py), 'files' for a rank that sends files.
 """
 
@@ -12,7 +12,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,12 +102,11 @@ class UnheardBox:
 
 
 class Door:
-    """Open from `open()`, or from the start, to `close()`. `handlers` may be added at any time."""
+    """Open from `open()` to `close()`. Whoever knocks before it is open waits."""
 
-    def __init__(self, listener: socket.socket, token: str, *, is_open: bool = True) -> None:
-        """Whoever knocks before it is open waits: a machine that came before its handler was refused."""
+    def __init__(self, listener: socket.socket, token: str) -> None:
         self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
-        self.handlers: dict[str, Handler] = {}
+        self._handlers: Mapping[str, Handler] = {}  # by role
         self.wrong_tokens: dict[str, int] = {}  # how often, by address
         self._listener = listener
         self._token = token
@@ -121,8 +120,6 @@ class Door:
         self._selector.register(self._unheard.sock, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="uneven-door", daemon=True)
-        if is_open:
-            self.open()
 
     @property
     def unheard(self) -> dict[str, str]:
@@ -134,7 +131,9 @@ class Door:
         """ADDRESS:PORT, as `uneven join` takes it."""
         return join_place(self.address, self.port)
 
-    def open(self) -> None:
+    def open(self, handlers: Mapping[str, Handler]) -> None:
+        """`handlers`: what is called for a connection by its role."""
+        self._handlers = handlers
         self._thread.start()
 
     def close(self) -> None:
@@ -215,7 +214,7 @@ class Door:
     def _serve(self, connection: Connection) -> None:
         try:
             first = connection.read(ROLE_S)
-            handler = self.handlers.get(str(first.get("role")))
+            handler = self._handlers.get(str(first.get("role")))
             if handler is None:
                 connection.send(
                     refused=f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both"

@@ -1,6 +1,6 @@
 """A connection that lasts for a whole run: signs of life in both directions, messages in between.
 
-The leader has one per joined machine, that machine has one to the leader. A side that is silent for `limit_s` is lost,
+The leader has one per joined machine, that machine has one to the leader. A side that is silent for too long is lost,
 however that came: ended, suspended, or a cable that was pulled, which no socket notices by itself.
 """
 
@@ -25,7 +25,7 @@ class Session:
     def __init__(self, connection: Connection, fields: Fields = FROM_LEADER) -> None:
         """`fields` are those that the other side may send."""
         self.own_address, self.address = connection.own_address, connection.peer_address
-        self.limit_s = STARTING_S
+        self._limit_s = STARTING_S
         self.why_lost: str | None = None  # why nothing can come any more
         self._connection = connection
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
@@ -33,6 +33,10 @@ class Session:
         self._closed = threading.Event()
         for target in (self._read, self._tell):
             threading.Thread(target=target, name="uneven-session", daemon=True).start()
+
+    def watch(self) -> None:
+        """Neither side loads torch any more: from now on the other one is lost after a few seconds of silence."""
+        self._limit_s = RUNNING_S
 
     def send(self, **message: Any) -> None:
         """Does not raise where the other side is gone: `why_lost` says so soon."""
@@ -76,11 +80,11 @@ class Session:
     def _read(self) -> None:
         try:
             while True:
-                message = self._connection.read(self.limit_s)
+                message = self._connection.read(self._limit_s)
                 if "alive" not in message:
                     self._deliver(checked(message, self._fields))
         except WireError as error:
-            silent = f"nothing was heard for {self.limit_s:g} s"
+            silent = f"nothing was heard for {self._limit_s:g} s"
             self.why_lost = self.why_lost or (silent if "in time" in str(error) else str(error))
             with suppress(queue.Full):  # then somebody takes what came before, and looks
                 self._inbox.put_nowait(None)

@@ -9,6 +9,7 @@ from uneven.launch.nodes.gathering import Gathering
 from uneven.launch.nodes.remote import AllRanks
 from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
+from uneven.machines.file_service import FileService
 from uneven.machines.options import LeadOptions
 from uneven.machines.wire import Connection
 from uneven.train.requests import Requests
@@ -30,12 +31,19 @@ class Leader:
     """A door with a gathering behind it, and what it has printed."""
 
     def __init__(self) -> None:
-        self.door = Door(listen("127.0.0.1"), TOKEN)
         self.said: list[str] = []
+        self._gathering: Gathering | None = None
+        self.door = Door(listen("127.0.0.1"), TOKEN)
+        self.door.open({"node": self._receive, "files": FileService(self.said.append).handle})
 
     def gather(self, options: LeadOptions = OPTIONS, script: str = "train.py") -> Gathering:
         order = {"script": script, "args": [], "settings": {"precision": "bf16"}, "host": "lead", "ports": None}
-        return Gathering(self.door, options, order, FACTS, self.said.append)
+        self._gathering = Gathering(self.door, options, order, FACTS, self.said.append)
+        return self._gathering
+
+    def _receive(self, connection: Connection, first: dict[str, Any]) -> None:
+        assert self._gathering is not None
+        self._gathering.receive(connection, first)
 
     def join(self, host: str = "node", version: str = __version__) -> Connection:
         connection = knock("127.0.0.1", self.door.port, TOKEN, 10.0)

@@ -20,7 +20,6 @@ from uneven.launch.nodes.node import find_permitted
 from uneven.machines.code import digest, read_code, script_digests
 from uneven.machines.door import Door, listen
 from uneven.machines.facts import stamped
-from uneven.machines.file_service import FileService
 from uneven.machines.messages import FROM_LEADER, checked
 from uneven.machines.wire import Connection, WireError
 
@@ -56,6 +55,7 @@ class Victim:
         self.started: list[Any] = []
         self.said: list[str] = []
         self.door = Door(listen("127.0.0.1"), TOKEN)
+        self.door.open({"node": self._serve})
 
         @contextmanager
         def start(folder: Path, placement: Any, order: Any, say: Any) -> Iterator[None]:
@@ -67,19 +67,18 @@ class Victim:
 
     def join(self, handle: Callable[[Connection], None], **options: Any) -> Exception | None:
         """What it ends with, when the leader does this."""
-
-        def serve(connection: Connection, _: Any) -> None:
-            try:
-                handle(connection)
-            finally:
-                connection.close()
-
-        self.door.handlers["node"] = serve
+        self._handle = handle
         try:
             joining.join_run(joining.JoinOptions(self.door.place, TOKEN, "cpu", **options), self.said.append)
         except (InputError, RankError) as error:
             return error
         return None
+
+    def _serve(self, connection: Connection, _: Any) -> None:
+        try:
+            self._handle(connection)
+        finally:
+            connection.close()
 
 
 @pytest.fixture
@@ -433,7 +432,6 @@ def test_a_bad_request_for_files_is_one_line(leader: Leader, request_: Changes) 
     """A name that is a list ended the thread of the leader with a traceback."""
     from uneven.machines.door import knock
 
-    leader.door.handlers["files"] = FileService(leader.said.append).handle
     evil = knock("127.0.0.1", leader.door.port, TOKEN, 10.0)
     evil.send(role="files", **request_)
     assert "bad message" in heard(evil)["refused"]

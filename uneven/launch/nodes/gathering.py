@@ -67,7 +67,6 @@ class Gathering:
         self._check_late: Callable[[RemoteNode], None] | None = None
         self._late: queue.SimpleQueue[RemoteNode] = queue.SimpleQueue()
         self._seen_strangers: set[str] = set()
-        door.handlers["node"] = self._receive
 
     def wait(self, started: StartedHosts | None = None) -> list[RemoteNode]:
         """The machines that take part beside this one; RefusedError where too few come, or one does not fit."""
@@ -159,7 +158,7 @@ class Gathering:
             f"the firewall of {host_label()}"
         )
 
-    def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
+    def receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
         """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
         try:
             hello = checked(first, HELLO)

@@ -30,7 +30,6 @@ from uneven.machines.file_service import FileService
 from uneven.machines.hosts import StartedHosts
 from uneven.machines.links import Listener, Peer, judge, reach
 from uneven.machines.options import LeadOptions
-from uneven.machines.session import RUNNING_S
 from uneven.machines.wire import WireError
 from uneven.results.progress import Reporter
 from uneven.train.requests import Requests
@@ -61,8 +60,7 @@ def lead_script(
     address = choose_address(options.bind)
     reporter = Reporter("lines")
     option = "--ports" if options.port is None else "--port"
-    door = Door(listen(address, options.door_ports, option), options.token, is_open=False)
-    door.handlers["files"] = FileService(lambda line: reporter.say([line])).handle
+    door = Door(listen(address, options.door_ports, option), options.token)
     leader = Leader(script, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, lambda line: reporter.say([line]))
     announce = partial(_announce, door, options, devices, reporter)
@@ -87,7 +85,7 @@ def _lead(
     """From the open door to the end of the run; `train` when the machines are there, None where that was all."""
     hosts: StartedHosts | None = None
     reason, code = "", 0
-    door.open()
+    door.open({"node": gathering.receive, "files": FileService(lambda line: leader.reporter.say([line])).handle})
     try:
         announce()
         if options.hosts:
@@ -134,7 +132,7 @@ class Leader:
     ) -> None:
         self._options = options
         self._door = door
-        self._reporter = reporter
+        self.reporter = reporter
         self._script = script_order(script, {k: v for k, v in settings.items() if k != "devices"})
         self._own, self._facts = str(facts["host"]), facts
         self.hosts: tuple[str, ...] = ()
@@ -158,8 +156,8 @@ class Leader:
         reports = self._reach_all(nodes, self.hosts)
         facts = [{**self._facts, "host": self._own}, *({**node.facts, "host": node.host} for node in nodes)]
         self.found = {"machines": facts, "links": reports}
-        self._reporter.say([f"  {line}" for line in table.lines(facts, reports)])
-        self._reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
+        self.reporter.say([f"  {line}" for line in table.lines(facts, reports)])
+        self.reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
 
     def run(self, gathering: Gathering, own: tuple[Device, ...], listing: Listing, waiting: Stoppable) -> None:
         """Roster, store, start; returns when all ranks have ended well. `waiting` is what signals meant until now."""
@@ -169,11 +167,11 @@ class Leader:
         devices = (*own, *(parse_device(name) for node in nodes for name in node.devices))
         roster = Roster(devices, machines, hosts)
         names = "  ".join(f"{host}: {count}" for host, count in zip(hosts, counts, strict=True))
-        self._reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
+        self.reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
         self._script["settings"]["devices"] = ",".join(map(str, devices))
         listing.show({})  # nobody is waited for any more
         train = partial(self._train, gathering, roster, listing)
-        run_stoppable(train, self._script, len(devices), self._reporter, waiting)
+        run_stoppable(train, self._script, len(devices), self.reporter, waiting)
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""
@@ -213,15 +211,14 @@ class Leader:
         folder = listing.folder
         store: Any = None
         try:
-            with local_ranks(folder, own, self._script, self._reporter.say) as processes:
+            with local_ranks(folder, own, self._script, self.reporter.say) as processes:
                 from uneven.comm.store import open_store  # imports torch
                 from uneven.launch.watch.watch import Watch
 
                 store, _ = open_store(listener)
                 for node in nodes:
-                    node.session.send(watched=1)
-                    node.session.limit_s = RUNNING_S
-                late = Late(self._options, place, self._script["settings"], self._reporter)
+                    node.watch()
+                late = Late(self._options, place, self._script["settings"], self.reporter)
                 ranks = AllRanks(processes, nodes, folder, requests, gathering.arrived, late.start)
                 gathering.open_again(partial(self._check_late, place))
 
@@ -229,12 +226,12 @@ class Leader:
                     if listing.hear(statuses, generations):
                         ranks.tell(listing.last)  # the other machines keep it, too
 
-                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests, hear)
+                Watch(ranks, store, folder, members, roster, self.reporter).wait(requests, hear)
                 listing.show_last()
                 ranks.tell(listing.last)
                 return unused_ranks(folder)
         finally:
-            self._reporter.leave_bars()
+            self.reporter.leave_bars()
             listing.clear()
             del store
 
@@ -277,8 +274,7 @@ class Late:
         plan = RunPlan(roster, members, self._place, roster.machines[-1], joins=present.number)
         node.place(range(number, number + len(newcomers)))
         node.session.send(go=plan.to_json(), settings=self._settings)
-        node.session.send(watched=1)
-        node.session.limit_s = RUNNING_S
+        node.watch()
         self._nodes.append(node)
         self._reporter.say([f"  {node.name} is here with {','.join(node.devices)}, and joins when it is ready"])
         return newcomers

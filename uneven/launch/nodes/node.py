@@ -37,7 +37,7 @@ from uneven.machines.code import differing, script_digests
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
-from uneven.machines.session import RUNNING_S, Session
+from uneven.machines.session import Session
 from uneven.machines.wire import WireError
 from uneven.train.requests import GRACE_S
 from uneven.version import __version__
@@ -230,7 +230,7 @@ class Node:
             if "give_up" in message:
                 self._give_up(ranks, message["give_up"])
             if "watched" in message:
-                self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
+                self._session.watch()  # the leader has loaded torch, which may stop all of its threads
             if "refused" in message:
                 raise RefusedError(f"refused by {self._leader}: {message['refused']}")
             if "dropped" in message:

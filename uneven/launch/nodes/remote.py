@@ -55,6 +55,11 @@ class RemoteNode:
         """The numbers of its processes, which are about to start."""
         self.ranks, self.codes = tuple(ranks), [None] * len(ranks)
 
+    def watch(self) -> None:
+        """Its ranks start, and the watch over them is on; it is told so."""
+        self.session.send(watched=1)
+        self.session.watch()
+
     def hear(self, folder: Path, requests: Requests) -> None:
         """Take in what it has said: exit codes, reports of failed ranks, which go into `folder`, a request to stop."""
         while (message := self.session.take()) is not None:
