@@ -30,7 +30,7 @@ from uneven.launch.context import process_context
 from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.signals import SIGNALS
 from uneven.launch.start import Start, starting
-from uneven.launch.training import collect
+from uneven.launch.training import finish
 from uneven.plan.choose import Choice, choose
 from uneven.results.state import TrainedState
 from uneven.train.worker import Worker
@@ -228,10 +228,7 @@ class _LoopRun:
         context, start = self._context, self._start
         reporter = self._prepared.reporter
         interference = Interference.between(self._begin, read_counters(context.tree_pid))
-        result = worker.surviving(worker.result)
-        state = worker.finish(lambda: collect(worker.group, result, worker.axis))
-        context.close_run()
-        context.status.reached(state)
+        state = finish(context, worker, worker.surviving(worker.result))
         is_lead, has_page = worker.rank_info.rank == 0, not start.requests.is_terminated
         state = save_results(
             state, self._prepared.config, reporter, interference, is_lead, plan=self._plan, has_page=has_page

@@ -1,9 +1,10 @@
 """The roster: which device each rank has, and on which machine it is. All ranks of a run hold the same one."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from uneven.hardware.device import Device
+from uneven.hardware.device import Device, parse_devices
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,15 @@ class Roster:
     @classmethod
     def on_one_machine(cls, devices: Sequence[Device]) -> "Roster":
         return cls(tuple(devices), (0,) * len(devices), ("localhost",))
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Roster":
+        """Of `to_json`, or of more that has its keys."""
+        return cls(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
+
+    def to_json(self) -> dict[str, list[Any]]:
+        devices = [str(device) for device in self.devices]
+        return {"devices": devices, "machines": list(self.machines), "hosts": list(self.hosts)}
 
     @property
     def is_one_machine(self) -> bool:

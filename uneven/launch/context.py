@@ -34,7 +34,7 @@ from uneven.launch.external.placement import Placement, name_devices, take_cores
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, HeartbeatCalls, beat
 from uneven.launch.membership import form_first_group, has_crowd
-from uneven.launch.rank_place import NOT_OVER, RankPlace
+from uneven.launch.rank_place import RankPlace
 from uneven.launch.run_status import Output, RunStatus, SharedProgress
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
@@ -86,9 +86,14 @@ class ProcessContext:
         environment: LaunchEnvironment,
         roster: Roster | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        joins: int | None = None,
     ) -> None:
-        """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`."""
-        self.ranks = RankPlace(environment, roster)
+        """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`.
+
+        `joins`: the generation of a run in progress that this process was added to, in `roster`.
+        """
+        self.ranks = RankPlace(environment, roster, joins=joins)
         self.settings = settings
         self.visitor = Visitor()  # sees what the script is about to train
         self.stop_requested = threading.Event()
@@ -160,7 +165,8 @@ class ProcessContext:
     def placement(self) -> Placement:
         """Under another launcher: who is where. The ranks meet when it is first asked for, and agree how they speak."""
         if self._placement is None:
-            self.ranks.environment, self._placement, notes = assemble(self.environment)
+            environment, self._placement, notes = assemble(self.environment)
+            self.ranks.met(environment)
             self.notes += notes
         return self._placement
 
@@ -183,7 +189,8 @@ class ProcessContext:
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
         self._refuse_second_group()
-        self._requests, self.ranks.over = requests, NOT_OVER
+        self._requests = requests
+        self.ranks.begin_run()
         beat(self._heartbeat)
         if self.stop_requested.is_set():
             requests.terminate() if self.is_terminated else requests.stop.set()
@@ -238,7 +245,7 @@ class ProcessContext:
 
     def close_run(self) -> None:
         """The run has its result: nobody can join it any more."""
-        self.ranks.has_result = True
+        self.ranks.note_result()
         if self._rank_info is not None and self._has_watch(self._rank_info) and self.rank == 0:
             self.environment.write("", lambda store: newcomer.announce_run(store, self._runs, newcomer.OVER))
 

@@ -49,9 +49,7 @@ class RunPlan:
     def to_json(self) -> dict[str, Any]:
         """For a plan, or for a node: which knows the token and its own interface by itself."""
         return {
-            "devices": [str(device) for device in self.roster.devices],
-            "machines": list(self.roster.machines),
-            "hosts": list(self.roster.hosts),
+            **self.roster.to_json(),
             "members": list(self.members),
             "store": list(self.store),
             "machine": self.machine,
@@ -62,9 +60,16 @@ class RunPlan:
     def from_json(
         cls, found: Mapping[str, Any], door: tuple[str, int, str] | None = None, address: str | None = None
     ) -> "RunPlan":
-        roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
         host, port = found["store"]
-        return cls(roster, tuple(found["members"]), (host, port), found["machine"], door, address, found["joins"])
+        return cls(
+            Roster.from_json(found),
+            tuple(found["members"]),
+            (host, port),
+            found["machine"],
+            door,
+            address,
+            found["joins"],
+        )
 
 
 @dataclass(frozen=True)

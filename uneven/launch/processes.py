@@ -110,6 +110,13 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
+def leave_error(folder: Path, number: int, report: Mapping[str, Any]) -> None:
+    """Of a rank that failed by itself; complete from the first moment that it can be seen."""
+    draft = folder / f".error-{number}"
+    draft.write_text(json.dumps(report))
+    draft.rename(folder / f"error-{number}.json")
+
+
 def read_errors(folder: Path, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
     """What those of these processes that failed by themselves have reported."""
     paths = {number: folder / f"error-{number}.json" for number in numbers}

@@ -23,7 +23,7 @@ from uneven.launch.cleanup import end_cut_off_rank, end_rank, record_pid, watch_
 from uneven.launch.control.rank_log import FOLDER as LOGS
 from uneven.launch.control.rank_log import begin_log, end_log, rank_file
 from uneven.launch.late_dynamo import load_dynamo_late
-from uneven.launch.processes import INTERRUPTED
+from uneven.launch.processes import INTERRUPTED, leave_error
 from uneven.launch.signals import RankSignal
 from uneven.launch.standard_streams import open_closed_streams
 
@@ -86,11 +86,9 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     gc.disable()
     import torch
 
-    from uneven.hardware.device import parse_devices
     from uneven.hardware.roster import Roster
     from uneven.launch.context import ProcessContext
     from uneven.launch.environment import LaunchEnvironment
-    from uneven.launch.rank_place import RankPlace
 
     gc.freeze()
     gc.enable()
@@ -100,7 +98,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
         from uneven.launch.external.interface import keep_gloo_at
 
         keep_gloo_at(plan["address"], read_interfaces())
-    roster = Roster(parse_devices(plan["devices"]), tuple(plan["machines"]), tuple(plan["hosts"]))
+    roster = Roster.from_json(plan)
     rank, (host, port) = plan["rank"], plan["store"]
     environment = LaunchEnvironment(
         "fit" if plan["script"] is None else "uneven run",
@@ -113,10 +111,8 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
         member=own_member(plan),
         door=None if plan["door"] is None else tuple(plan["door"]),
     )
-    context = ProcessContext(environment, roster, {} if plan["script"] is None else plan["script"]["settings"])
-    if plan["joins"] is not None:
-        context.ranks = RankPlace(environment, roster, generation=plan["joins"], is_newcomer=True)
-    return context
+    settings = {} if plan["script"] is None else plan["script"]["settings"]
+    return ProcessContext(environment, roster, settings, joins=plan["joins"])
 
 
 def own_member(plan: dict[str, Any]) -> str:
@@ -163,7 +159,7 @@ def _end_cut_off(context: "ProcessContext", folder: Path, number: int, member: s
 
 
 def _report_error(error: BaseException, folder: Path, number: int, member: str, slot: int) -> None:
-    """Leave error-N.json for the launcher, complete from the first moment that it can be seen."""
+    """Leave error-N.json for the launcher."""
     from uneven.launch.user_frames import show_user_frames, user_place
 
     place = user_place(error)
@@ -180,9 +176,7 @@ def _report_error(error: BaseException, folder: Path, number: int, member: str, 
         "traceback": "".join(traceback.format_exception(error)),
     }
     end_log(str(report["traceback"]))
-    temporary = folder / f".error-{number}"
-    temporary.write_text(json.dumps(report))
-    temporary.rename(folder / f"error-{number}.json")
+    leave_error(folder, number, report)
 
 
 if __name__ == "__main__":

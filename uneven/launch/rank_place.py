@@ -31,19 +31,28 @@ NOT_OVER: Mapping[str, Any] = MappingProxyType({"is_past": False})
 class RankPlace:
     """Life cycle: one per process. `roster` is None where the ranks were not placed by a launcher of ours."""
 
-    def __init__(
-        self, environment: LaunchEnvironment, roster: Roster | None, *, generation: int = 0, is_newcomer: bool = False
-    ) -> None:
-        """`is_newcomer`: this process is to join; `roster` is that of the generation with its machine's ranks added."""
+    def __init__(self, environment: LaunchEnvironment, roster: Roster | None, *, joins: int | None = None) -> None:
+        """`joins`: this process is to join; `roster` is that of this generation with its machine's ranks added."""
         self.environment, self.roster = environment, roster
-        self.generation = generation  # the number of that roster
-        self.is_newcomer = is_newcomer  # until it is in a roster
+        self.generation = joins or 0  # the number of that roster
+        self.is_newcomer = joins is not None  # until it is in a roster
         self.slot = 0  # trained in the last run
         self.has_result = False  # whether the current run has one
         self.over = NOT_OVER  # for a heartbeat: what became of the last run, where no other has begun
         self.newest: Generation | None = None  # that the heartbeat has read
         self.membership: StoreMembership | None = None  # of the current run
         self._is_leaving = False  # the launcher has asked this rank to go
+
+    def met(self, environment: LaunchEnvironment) -> None:
+        """Under another launcher: the ranks know each other's addresses."""
+        self.environment = environment
+
+    def begin_run(self) -> None:
+        self.over = NOT_OVER
+
+    def note_result(self) -> None:
+        """The current run has one."""
+        self.has_result = True
 
     def is_first(self, rank: int) -> bool:
         """Whether this is rank 0 by the newest roster that is known, which its run may not have settled on."""

@@ -50,17 +50,17 @@ def train_as_rank(
     other ranks, and the error has to be reported first.
     """
     can_lose = run is Worker.train  # other programs leave a result of every rank
+    worker = context.make_worker(task, config, devices, requests, output, can_lose=can_lose)
+    result = run(worker)
+    return None if result is None else finish(context, worker, result)
 
-    def train(worker: Worker) -> TrainedState | None:
-        result = run(worker)
-        if result is None:
-            return None
-        state = worker.finish(lambda: collect(worker.group, result, worker.axis))
-        context.close_run()
-        context.status.reached(state)
-        return state
 
-    return train(context.make_worker(task, config, devices, requests, output, can_lose=can_lose))
+def finish(context: ProcessContext, worker: Worker, result: RankResult) -> TrainedState:
+    """The state of the whole run, once every rank has it."""
+    state = worker.finish(lambda: collect(worker.group, result, worker.axis))
+    context.close_run()
+    context.status.reached(state)
+    return state
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:

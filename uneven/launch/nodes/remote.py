@@ -4,7 +4,6 @@ Made at the leader's door (launch/nodes/gathering.py), used by launch/nodes/lead
 puts the ranks of all machines into one list, so that launch/watch/watch.py need not know where a rank runs.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.launch.control.leave_requests import Answer, LeaveRequest, RequestFiles
 from uneven.launch.local_ranks import LocalRanks, Newcomer
+from uneven.launch.processes import leave_error
 from uneven.machines.session import Session
 from uneven.train.requests import Requests
 
@@ -70,7 +70,7 @@ class RemoteNode:
                 self.session.end(f"it spoke of ranks that it does not have: it has {len(self.ranks)}")
                 return
             for number, report in reports.items():
-                _write_report(folder, self.ranks[number], report)
+                leave_error(folder, self.ranks[number], report)
             for number in message.get("unused", ()):
                 (folder / f"unused-{self.ranks[number]}").touch()
             if "codes" in message:
@@ -237,10 +237,3 @@ def end_sessions(sessions: Sequence[Session], reason: str, code: int) -> None:
     for session in sessions:
         session.wait_closed(end_s - time.monotonic())
         session.close()
-
-
-def _write_report(folder: Path, rank: int, report: Any) -> None:
-    """As a rank of this machine leaves it, complete from the first moment that it can be seen."""
-    temporary = folder / f".error-{rank}"
-    temporary.write_text(json.dumps(report))
-    temporary.rename(folder / f"error-{rank}.json")
