@@ -4,6 +4,7 @@ Made at the leader's door (launch/nodes/gathering.py), used by launch/nodes/lead
 puts the ranks of all machines into one list, so that launch/watch/watch.py need not know where a rank runs.
 """
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class RemoteNode:
             if "stopped" in message:
                 self.stopped = {self.ranks[number] for number in message["stopped"]}
             if "stop" in message:
-                requests.rank_signalled(int(message["stop"]))
+                requests.rank_signalled(message["stop"] or signal.SIGINT)
             if "left" in message:
                 self.left = message["left"]
             if "leave" in message:
