@@ -9,6 +9,7 @@ from torch import nn
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.step.nets import loss_and_count as loss_and_count
 from tests.step.nets import mean_loss as mean_loss
+from uneven import MuonAdamW
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
@@ -24,6 +25,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
 }
+
+
+def make_muon(params: Any) -> MuonAdamW:
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param in params:
+        by_kind[param.dim() == 2 and 3 not in param.shape].append(param)  # the last layer is AdamW's
+    return MuonAdamW(
+        [
+            {"params": by_kind[True], "kind": "muon", "lr": 0.02},
+            {"params": by_kind[False], "kind": "adamw", "lr": 1e-2},
+        ]
+    )
 
 
 generator = torch.Generator().manual_seed(0)

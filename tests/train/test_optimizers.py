@@ -5,31 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from tests.api.loops import train_loop
 from tests.parallel.parts import Counting
 from tests.ranks import Silent
-from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, mean_loss, train
+from tests.train.exact_runs import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, make_muon, mean_loss, train
 from tests.train.strategy_tasks import assert_same_optimizer
-from uneven import MuonAdamW, fit
+from uneven import fit
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.train.policies import NO_RATE
-
-
-def make_muon(params: Any) -> MuonAdamW:
-    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for param in params:
-        by_kind[param.dim() == 2 and 3 not in param.shape].append(param)  # the last layer is AdamW's
-    return MuonAdamW(
-        [
-            {"params": by_kind[True], "kind": "muon", "lr": 0.02},
-            {"params": by_kind[False], "kind": "adamw", "lr": 1e-2},
-        ]
-    )
 
 
 class OwnRate(Optimizer):
@@ -123,18 +111,7 @@ def test_pieces_are_refused_before_a_rank_starts(strategy: str, monkeypatch: pyt
         )
 
 
-@pytest.fixture
-def _muon_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch orthogonalises in bf16, where the last bit of a gradient decides: exact parity needs exact numbers."""
-
-    def polar(grad: Tensor, *_: Any) -> Tensor:
-        left, _, right = torch.linalg.svd(grad, full_matrices=False)
-        return left @ right
-
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", polar)
-
-
-@pytest.mark.usefixtures("_muon_in_fp64")
+@pytest.mark.usefixtures("muon_in_fp64")
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"accumulate": 3}, {"step": loss_and_count}])
 @pytest.mark.parametrize("strategy", [None, "zero1", "ddp-flat"])
 def test_muon_over_the_ranks_equals_one_device(strategy: str | None, options: dict[str, Any]) -> None:
@@ -150,7 +127,7 @@ def test_muon_over_the_ranks_equals_one_device(strategy: str | None, options: di
     assert_same_optimizer(ours[0].state, dense.state)
 
 
-@pytest.mark.usefixtures("_muon_in_fp64")
+@pytest.mark.usefixtures("muon_in_fp64")
 @pytest.mark.parametrize("strategy", [None, "ddp-flat"])
 def test_gradients_that_muon_does_not_hold_count_in_the_norm(
     strategy: str | None, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +155,7 @@ def test_muon_runs_its_three_phases_in_fit(monkeypatch: pytest.MonkeyPatch) -> N
     assert updated == [1, 1] * 2, "two slots, and each rank orthogonalises the matrix that it owns"
 
 
-@pytest.mark.usefixtures("_muon_in_fp64")
+@pytest.mark.usefixtures("muon_in_fp64")
 def test_muon_in_a_loop_of_ones_own() -> None:
     dense = train_loop(1, batch_size=24, optimizer=make_muon)[0]
     for state in train_loop(2, batch_size=12, optimizer=make_muon):

@@ -16,10 +16,12 @@ from torch.optim import AdamW, Optimizer
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError, MachineError
+from uneven.parallel.ddp import Replicated
 from uneven.parallel.flat_shards import FlatShards, checked_shares, group_by_kind
 from uneven.parallel.sharded_optimizer import ShardedOptimizer, call_closure
 from uneven.parallel.sharded_reducer import DeferredShardedReducer, clip_shards
-from uneven.parallel.strategy import Strategy
+from uneven.parallel.survivors import CanSurvive
+from uneven.policy.redundancy import Copies
 
 KINDS = ("muon", "adamw")
 
@@ -81,6 +83,7 @@ class MuonAdamW(Optimizer):
         """With a kind, as those it was made with; all ranks add the same ones."""
         if self._is_initialized:
             part = self._make_part(_checked(param_group))
+            part.updates = self.updates
             super().add_param_group(part.param_groups[0])
             self._parts.append(part)
         else:
@@ -135,15 +138,7 @@ class MuonAdamW(Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        first = 0
-        for part in self._parts:
-            own = part.state_dict()
-            state |= {first + place: values for place, values in own["state"].items()}
-            groups += [{**g, "params": [first + place for place in g["params"]]} for g in own["param_groups"]]
-            first += sum(len(g["params"]) for g in own["param_groups"])
-        return {"state": state, "param_groups": groups}
+        return _joined(part.state_dict() for part in self._parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = list(state_dict["param_groups"])
@@ -155,6 +150,34 @@ class MuonAdamW(Optimizer):
             part.load_state_dict({"state": state, "param_groups": own})
             first = stop
 
+    # For CanSurvive, which takes it for one ShardedOptimizer without copies.
+
+    @property
+    def copies(self) -> Copies | None:
+        return None
+
+    @property
+    def flat_shards(self) -> list[FlatShards]:
+        return [shards for part in self._parts for shards in part.flat_shards]
+
+    @property
+    def updates(self) -> int:
+        """The steps that this rank has applied to all that it owns."""
+        return min((part.updates for part in self._parts), default=0)
+
+    def catch_up(self, group: Group) -> bool:
+        """Whether all survivors are at the same step, with every part of it; a collective."""
+        are_level = [part.catch_up(group) for part in self._parts]  # of all parts, on all ranks
+        return all(are_level) and all(part.updates == self.updates for part in self._parts)
+
+    def surviving_state(self, group: Group, handed_in: Sequence[int]) -> dict[str, Any]:
+        """See ShardedOptimizer."""
+        return _joined(part.surviving_state(group, handed_in) for part in self._parts)
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.release()
+
     def _make_part(self, settings: dict[str, Any]) -> ShardedOptimizer:
         settings = dict(settings)
         is_muon, params = settings.pop("kind") == "muon", settings.pop("params")
@@ -165,6 +188,18 @@ class MuonAdamW(Optimizer):
             self._sources.append(DeferredShardedReducer(part.flat_shards, self._group))
             part.take_gradients_from(self._sources[-1])
         return part
+
+
+def _joined(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The states of the parts, one after the other, as that of one optimizer."""
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for own in states:
+        state |= {first + place: values for place, values in own["state"].items()}
+        groups += [{**g, "params": [first + place for place in g["params"]]} for g in own["param_groups"]]
+        first += sum(len(g["params"]) for g in own["param_groups"])
+    return {"state": state, "param_groups": groups}
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +218,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "params": params}
 
 
-class ThreePhase(Strategy):
+class ThreePhase(CanSurvive):
     """The strategy of a MuonAdamW that sums gradients itself when it steps: forward and backward send nothing.
 
     Used by `fit`; made when all ranks hold the same params. A param without a gradient is summed as zeros, so a rank
@@ -192,7 +227,7 @@ class ThreePhase(Strategy):
 
     def __init__(self, model: nn.Module, optimizer: MuonAdamW) -> None:
         self.module = model
-        self._optimizer = self._muon = optimizer
+        self._optimizer = self._muon = self._sharded = optimizer
         held = {param for settings in optimizer.param_groups for param in settings["params"]}
         outside = [param for param in model.parameters() if param.requires_grad and param not in held]
         self._outside = optimizer.sum_outside(outside)  # they count in the norm, as in one process
@@ -203,3 +238,15 @@ class ThreePhase(Strategy):
     def full_gradients(self) -> dict[str, Tensor | None]:
         found = self._muon.full_gradients()
         return {name: found.get(param) for name, param in self.module.named_parameters()}
+
+
+class AfterReducer(CanSurvive):
+    """The strategy of a MuonAdamW that updates and sends what a DDP has summed."""
+
+    def __init__(self, summed: Replicated, optimizer: MuonAdamW) -> None:
+        self.module = summed.module
+        self._optimizer = self._sharded = optimizer
+        self._summed = summed
+
+    def close(self) -> None:
+        self._summed.close()

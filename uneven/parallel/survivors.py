@@ -6,15 +6,15 @@ used. A strategy made anew for the survivors then loads the state, by the memory
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.flat_shards import FlatShards, flat_memory
-from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, Strategy, full_model_state, tensors_by_name
-from uneven.policy.redundancy import holders
+from uneven.policy.redundancy import Copies, holders
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,24 @@ class Survived:
     updates: int
 
 
-class CanSurvive(Strategy):
-    """A strategy with a ShardedOptimizer, whose shards can be put together without some of its ranks."""
+class Sharded(Protocol):
+    """An optimizer with its state in shards: a ShardedOptimizer, or a MuonAdamW, which has several."""
 
-    _sharded: ShardedOptimizer
+    @property
+    def updates(self) -> int: ...
+    @property
+    def copies(self) -> Copies | None: ...
+    @property
+    def flat_shards(self) -> list[FlatShards]: ...
+    def catch_up(self, group: Group) -> bool: ...
+    def surviving_state(self, group: Group, handed_in: Sequence[int]) -> dict[str, Any]: ...
+    def release(self) -> None: ...
+
+
+class CanSurvive(Strategy):
+    """A strategy with a sharded optimizer, whose shards can be put together without some of its ranks."""
+
+    _sharded: Sharded
 
     @property
     def updates(self) -> int:

@@ -18,7 +18,7 @@ from uneven.hardware.system import read_memory
 from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_strategy
 from uneven.parallel.ddp import Replicated
-from uneven.parallel.muon_adamw import MuonAdamW, ThreePhase
+from uneven.parallel.muon_adamw import AfterReducer, MuonAdamW, ThreePhase
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FitOptions, MakeOptimizer
 from uneven.policy.axis import Part
@@ -142,6 +142,7 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
     """
     config = engine.config
     memory = _memory_shares(engine, group)
+    schedule = engine.schedule.state_dict(first_needed=0)
     is_asked = config.strategy not in (None, "zero1") or config.bucket_mb is not None
     sums = not (is_asked or engine.step.is_captured or config.precision == "fp16")
     plain = engine.task.make_optimizer(engine.model.parameters())  # the engine's own may have a schedule's rates
@@ -154,7 +155,8 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
         name = "ddp-flat" if config.strategy in ("ddp-flat", "zero1-flat") else "ddp-bucketed"
         strategy = _make_replicated(engine, name, lambda _: optimizer, group, num_stats)
         engine.use_reducer(strategy.reducer)
-        engine.use_strategy(strategy)
+        engine.use_strategy(AfterReducer(strategy, optimizer))
+    engine.divide_whole_state(schedule)
     how = "sums gradients, updates and sends in turn" if sums else "updates and sends what a DDP has summed"
     return [
         f"  MuonAdamW over {group.world_size} devices: matrices by speed, {_percent(speeds)}; the rest "

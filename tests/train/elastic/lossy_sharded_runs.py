@@ -27,6 +27,18 @@ class Blocks(nn.Module):
         return second(torch.tanh(first(x)))  # type: ignore[no-any-return]
 
 
+class Deep(nn.Module):
+    """With two matrices for Muon, so that two ranks own one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 9), nn.Linear(9, 8), nn.Linear(8, 3)
+        fill(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
+
+
 def train(size: int, losses: list[Loss], leaver: str = "", **changes: Any) -> tuple[dict[str, Any], Any]:
     settings = {"batch_size": 12, "epochs": 1, "seed": 3, "global_batch_size": 30, "max_grad_norm": 0.5} | changes
     config = resolve({**settings, "policy": "balanced" if size > 1 else "sync"})

@@ -12,9 +12,9 @@ import torch
 
 from tests.train.clusters import Begun, DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
 from tests.train.elastic.lossy_runs import ways
-from tests.train.elastic.lossy_sharded_runs import Blocks, check
-from tests.train.exact_runs import OPTIMIZERS, X, Y, mean_loss
-from uneven.config import Task, resolve
+from tests.train.elastic.lossy_sharded_runs import Blocks, Deep, check
+from tests.train.exact_runs import OPTIMIZERS, X, Y, make_muon, mean_loss
+from uneven.config import SHARDED, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError
 from uneven.launch.training import collect
@@ -50,19 +50,23 @@ def train(
     losses: list[Loss],
     failing: list[str] | None = None,
     damage: list[str] | None = None,
+    *,
+    is_muon: bool = False,
     **more: Any,
 ) -> tuple[dict[str, Any], Any]:
     shares = (3.0, 2.0, 1.0, 2.0)[:size]
     settings = {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "max_grad_norm": 0.5}
     if size > 1:
-        settings |= {"shares": shares, "memory_shares": shares[::-1], "save_every": f"{EVERY} steps", "out": out}
+        settings |= {"shares": shares, "save_every": f"{EVERY} steps", "out": out}
+        settings |= {"memory_shares": shares[::-1]} if more.get("strategy") in SHARDED else {}
     config = resolve({**settings, "policy": "balanced" if size > 1 else "sync", **more})
     scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # noqa: E731
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker, list[int]]:
         saved = Saved(group, frozenset(damage or ()))
         data = TensorData(X.double(), Y)
-        task = Task(Blocks, OPTIMIZERS["adam"], mean_loss, data, scheduler, callbacks=(saved,))
+        model, optimizer = (Deep, make_muon) if is_muon else (Blocks, OPTIMIZERS["adam"])
+        task = Task(model, optimizer, mean_loss, data, scheduler, callbacks=(saved,))
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
         result = worker.train()
@@ -89,7 +93,7 @@ def check_all(found: dict[str, Any], alone: TrainedState) -> list[dict[str, Any]
     return states[0].segments
 
 
-def places(out: Path, name: str, size: int, **more: Any) -> tuple[range, list[int]]:
+def places(out: Path, name: str | None, size: int, **more: Any) -> tuple[range, list[int]]:
     """The collectives of a run without a loss after its first checkpoint, and those after which one was whole."""
     found, leader = train(out, size, [], strategy=name, **more)
     saved = found["m0"][2]
@@ -227,3 +231,61 @@ def test_another_one_is_lost_when_the_others_have_just_gone_back(
     found, _ = train(tmp_path / "out", 4, [Loss("m1", saved[1] + 3)], failing=["m0"], strategy="fsdp")
     assert set(found) == {"m2", "m3"}
     assert [segment.get("checkpoint") for segment in check_all(found, alone)][-2:] == ["step-4", None]
+
+
+MUON_STRATEGIES = (None, "zero1", "ddp-flat")  # the last sums gradients before MuonAdamW updates
+
+
+@pytest.fixture
+def muon_alone(muon_in_fp64: None, tmp_path: Path) -> TrainedState:
+    ((state, _, _),) = train(tmp_path / "alone", 1, [], is_muon=True)[0].values()
+    return state
+
+
+@pytest.mark.parametrize("name", MUON_STRATEGIES)
+@pytest.mark.parametrize("step", [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_a_rank_of_a_muon_is_lost(name: str | None, step: int, muon_alone: TrainedState, tmp_path: Path) -> None:
+    """Each rank owns something of it, and nobody has a copy."""
+    later, saved = places(tmp_path / "plain", name, 3, is_muon=True)
+    backs = 0
+    for number, (place, (after, blind)) in enumerate(list(itertools.product(later, ways(("m0", "m2"))))[::step]):
+        loss = Loss("m1", place, after=after, blind=blind)
+        last = check_all(train(tmp_path / f"{number}", 3, [loss], is_muon=True, strategy=name)[0], muon_alone)[-1]
+        backs += "checkpoint" in last
+        assert "checkpoint" in last or place >= saved[-1], "only when the run is over nobody is missed"
+    assert backs
+
+
+@pytest.mark.parametrize("name", MUON_STRATEGIES)
+def test_one_rank_of_a_muon_is_left(name: str | None, muon_alone: TrainedState, tmp_path: Path) -> None:
+    later, _ = places(tmp_path / "plain", name, 2, is_muon=True)
+    found, _ = train(tmp_path / "out", 2, [Loss("m0", later[len(later) // 2])], is_muon=True, strategy=name)
+    assert "checkpoint" in check_all(found, muon_alone)[-1]
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("step", [pytest.param(59, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_a_rank_that_owns_nothing_of_a_muon_is_not_missed(
+    sums: bool, step: int, muon_alone: TrainedState, tmp_path: Path
+) -> None:
+    """Nobody goes back, but where a step was interrupted that not all of the others have applied."""
+    given: dict[str, Any] = {"shares": (3.0, 0.0, 2.0), "memory_shares": (2.0, 0.0, 1.0), "is_muon": True}
+    given |= {} if sums else {"bucket_mb": 1}  # a DDP sums
+    later, _ = places(tmp_path / "plain", "zero1", 3, **given)
+    backs = []
+    for number, (place, (after, blind)) in enumerate(list(itertools.product(later, ways(("m0", "m2"))))[::step]):
+        loss = Loss("m1", place, after=after, blind=blind)
+        found, _ = train(tmp_path / f"{number}", 3, [loss], strategy="zero1", **given)
+        backs.append("checkpoint" in check_all(found, muon_alone)[-1])
+    assert not all(backs)
+
+
+def test_a_muon_without_a_checkpoint_ends_with_the_same_words(muon_in_fp64: None, tmp_path: Path) -> None:
+    _, leader = train(tmp_path / "plain", 3, [], is_muon=True)
+    _, leader = train(tmp_path / "out", 3, [Loss("m1", leader.begun + 2)], failing=["m0", "m2"], is_muon=True)
+    for member in ("m0", "m2"):
+        message = str(leader.failures[member])
+        assert "save_every=" in message
+        assert "redundancy" not in message, "MuonAdamW refuses it"

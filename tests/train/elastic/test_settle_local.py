@@ -9,8 +9,17 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from tests.train.clusters import DiedError, Join, Loss
+from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, LossyGroup, flat, on_lossy_threads
 from tests.train.elastic.lossy_local_runs import SAMPLES, check, train, undisturbed
+from tests.train.elastic.lossy_sharded_runs import Deep
+from tests.train.exact_runs import X, Y, make_muon, mean_loss
+from uneven.config import Task, resolve
+from uneven.data.tensors import TensorData
+from uneven.launch.training import collect
+from uneven.results.state import TrainedState
+from uneven.train.rank_info import RankInfo
+from uneven.train.requests import Requests
+from uneven.train.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("equal_speeds")
 
@@ -106,3 +115,24 @@ def test_a_newcomer_joins_one_that_was_left_alone(policy: str) -> None:
         assert state.samples == 2 * SAMPLES
         for name, tensor in worker.engine.model.state_dict().items():
             assert torch.equal(tensor, found["m0"][1].engine.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_muon_is_whole_on_every_rank(policy: str) -> None:
+    """Nothing of it is divided, so nobody goes back."""
+    settings = {"batch_size": 4, "epochs": 2, "seed": 3, "anchor": 2, "max_anchor": 2, "lr_scale": 1.0}
+    config = resolve({**settings, "policy": policy})
+    task = Task(Deep, make_muon, mean_loss, TensorData(X.double(), Y))
+
+    def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> TrainedState:
+        worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
+        worker.membership = membership
+        result = worker.train()
+        return worker.finish(lambda: collect(worker.group, result, worker.axis))
+
+    _, plain = on_lossy_threads(3, [], rank)
+    loss = Loss("m1", (plain.begun + plain.collectives[0]) // 2, after=True, blind=frozenset({"m2"}))
+    found, _ = on_lossy_threads(3, [loss], rank)
+    assert {*found} == {"m0", "m2"}
+    assert torch.equal(flat(found["m0"].params), flat(found["m2"].params))
+    assert found["m0"].samples == 2 * len(Y)

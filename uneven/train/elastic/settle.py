@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 from uneven.comm.gather import broadcast_json, gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
-from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.policy.axis import Axis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
 from uneven.step.several import SeveralSteps
-from uneven.train.elastic.shards import settle_shards
+from uneven.train.elastic.shards import has_muon, settle_shards
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -117,12 +116,11 @@ def why_not(engine: Engine) -> str | None:
         return "several optimizers step one after the other for a batch; policy='cadence' and 'async' can go on"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
-    if isinstance(engine.optimizer, MuonAdamW):
-        return "MuonAdamW has a part of its state on every rank"
-    if needs_checkpoint(config) and engine.is_own_loop:
-        return "a loop of your own cannot go back to a checkpoint; redundancy=1 keeps a copy of each shard"
-    if needs_checkpoint(config) and config.save_every is None and config.resume is None:
-        return no_checkpoint(config)
+    if needs_checkpoint(engine) and engine.is_own_loop:
+        fix = "" if has_muon(engine) else "; redundancy=1 keeps a copy of each shard"
+        return f"a loop of your own cannot go back to a checkpoint{fix}"
+    if needs_checkpoint(engine) and config.save_every is None and config.resume is None:
+        return no_checkpoint(engine)
     if config.backend == "nccl":
         return "backend='nccl' cannot give up a sum that is under way"
     if engine.reader is not None:
@@ -134,16 +132,18 @@ def why_not(engine: Engine) -> str | None:
     return None
 
 
-def needs_checkpoint(config: RunConfig) -> bool:
+def needs_checkpoint(engine: Engine) -> bool:
     """Whether the loss of a rank means going back to a checkpoint: there are shards, and nobody has a copy of them."""
-    return config.strategy in SHARDED and not config.redundancy
+    return has_muon(engine) or (engine.config.strategy in SHARDED and not engine.config.redundancy)
 
 
-def no_checkpoint(config: RunConfig) -> str:
+def no_checkpoint(engine: Engine) -> str:
     """Why a loss ends the run, where a checkpoint is needed and there is none."""
+    what = "MuonAdamW" if has_muon(engine) else f"strategy={engine.config.strategy!r}"
+    copy = "" if has_muon(engine) else "redundancy=1 keeps a copy of each part, "
     return (
-        f"strategy={config.strategy!r} has a part of the state on every rank, and there is no checkpoint to go back "
-        "to; redundancy=1 keeps a copy of each part, save_every=... saves checkpoints"
+        f"{what} has a part of the state on every rank, and there is no checkpoint to go back to; {copy}save_every=... "
+        "saves checkpoints"
     )
 
 
@@ -152,8 +152,9 @@ def why_not_joined(engine: Engine) -> str | None:
     config = engine.config
     if isinstance(engine.step, SeveralSteps):
         return "it has several optimizers"
-    if config.strategy in SHARDED:
-        return f"strategy={config.strategy!r} has its state in shards, of which a newcomer has none"
+    if config.strategy in SHARDED or has_muon(engine):
+        what = "MuonAdamW" if has_muon(engine) else f"strategy={config.strategy!r}"
+        return f"{what} has its state in shards, of which a newcomer has none"
     for name in ("shares", "memory_shares", "memory_cap"):
         if isinstance(getattr(config, name), tuple):
             return f"{name} has one entry for each rank of the start"

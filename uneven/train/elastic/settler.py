@@ -131,11 +131,11 @@ class Settler:
 
     def _show_checkpoint(self) -> dict[str, Any]:
         """Where a loss means going back: how far, as ranks on the first machine see it, or that it ends the run."""
-        config, info = self._engine.config, self._engine.rank_info
-        if not needs_checkpoint(config) or not info.is_with_first or self.is_over:
+        info = self._engine.rank_info
+        if not needs_checkpoint(self._engine) or not info.is_with_first or self.is_over:
             return {}
         slot = self._saves.newest()
-        return {"ends_because": no_checkpoint(config)} if slot is None else {"checkpoint": slot}
+        return {"ends_because": no_checkpoint(self._engine)} if slot is None else {"checkpoint": slot}
 
     def check(self) -> None:
         """GroupLostError where a newer generation was announced: a rank may train on for long without the others."""

@@ -25,6 +25,7 @@ from uneven.comm.group import Group
 from uneven.errors import InputError, RefusedError
 from uneven.files import why_not_written
 from uneven.machines.transfer import LeaderFiles
+from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.survivors import CanSurvive
 from uneven.results.checkpoint import Checkpoint, files_of_ranks, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole
@@ -49,6 +50,11 @@ class Found:
         return self.resumed.ledger.trained
 
 
+def has_muon(engine: Engine) -> bool:
+    """Whether a MuonAdamW is divided over the ranks, of which nobody has a copy whatever the settings are."""
+    return isinstance(engine.optimizer, MuonAdamW) and not engine.config.is_local
+
+
 def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Found:
     """The newest whole checkpoint of this run, on every rank; a collective.
 
@@ -63,9 +69,10 @@ def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Fo
         notes = list(offer["notes"])
         if offer["folder"] is None:
             passed = f" ({notes[0].strip()})" if notes else ""
+            copy = "" if has_muon(engine) else "redundancy=1 keeps a copy of every shard, "
             raise RefusedError(
-                f"{lost}, and there is no whole checkpoint to go back to{passed}: redundancy=1 keeps a copy of every "
-                "shard, save_every=... with out=... a checkpoint"
+                f"{lost}, and there is no whole checkpoint to go back to{passed}: {copy}save_every=... with out=... "
+                "keeps a checkpoint"
             )
         resumed, fault = _read(info, group, offer)
         faults = gather_json(group, fault)
