@@ -44,9 +44,9 @@ from uneven.timeline.record import Recorder
 from uneven.train import gradient_sync
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.inbox import Inbox
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
-from uneven.train.run_events import RunEvents
 from uneven.train.state import RunState
 from uneven.train.worker import Worker
 
@@ -69,7 +69,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "hooks": [(Reducer, "_gradient_ready")],
     "rows and flags": [(Reducer, "finalize")],
     "collective": [(SharedMemoryGroup, "all_reduce"), (ProcessGroupCollectives, "all_reduce"), (Work, "wait")],
-    "statistics": [(Engine, "was_first_of_its_size"), (RunEvents, "is_stopping"), (RunEvents, "wish")],
+    "statistics": [(Engine, "was_first_of_its_size"), (Inbox, "read")],
     "wait": [(gradient_sync, "record_wait")],
     "policy": [
         *((kind, name) for kind in (Fixed, Balanced) for name in ("shares", "note", "fingerprint")),

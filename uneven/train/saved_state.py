@@ -2,7 +2,7 @@
 
 Used by train/saves.py and train/resume.py; launch/checks/resume.py compares the optimizer before a rank starts.
 Checkpoints of earlier versions have neither the class of the optimizer nor entries of its own. Each rank has its own
-random states (dropout masks differ); a step that may have to be done again keeps those from before it (step_guard.py).
+random states: dropout masks differ.
 """
 
 import random
@@ -167,7 +167,7 @@ def seed_random(seed: int, *, is_own_loop: bool) -> None:
 
 
 class RandomStates(NamedTuple):
-    """As the generators give them; cheap enough for every step."""
+    """As the generators give them."""
 
     python: Any
     numpy: Any

@@ -1,7 +1,7 @@
 """What an exact policy keeps so that the loss of a rank costs no more than the step in progress. Used by GradientSync.
 
-Only where the run can go on without a rank (train/elastic/settle.py): the part of the step that has begun, the random
-numbers before it, and every rank's shares since this generation began, from which the log of a lost rank is made.
+Only where the run can go on without a rank (train/elastic/settle.py): the part of the step that has begun, and every
+rank's shares since this generation began, from which the log of a lost rank is made.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,6 @@ from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.ledger import Ledger
 from uneven.step.finite import Fault
 from uneven.train.engine import Engine
-from uneven.train.saved_state import RandomStates
 from uneven.train.state import BadStep
 
 Log = list[tuple[int, int, int]]
@@ -27,7 +26,6 @@ class StepGuard:
         self._dropped: set[int] = set()  # slots of which all ranks dropped their parts
         self._left_out: list[tuple[int, int]] = []  # positions that a loop of the user's own left out
         self._part: Part | None = None  # of the step that has begun
-        self._random: RandomStates | None = None  # before the step
         self._losses: list[tuple[float, float]] = []  # that were known before the step
         self._updates = 0  # of the strategy before the step, where it counts them
 
@@ -42,7 +40,6 @@ class StepGuard:
             return
         self._part, self._updates = part, self._engine.updates
         self._losses = self._engine.meter.known
-        self._random = RandomStates.read(self._engine.device)
 
     def done(self) -> None:
         self._part = None
@@ -64,8 +61,7 @@ class StepGuard:
         """The group is lost, perhaps inside a step. `was_applied`: a survivor has been through the step, so it counts,
         or it was skipped for this `fault` and is returned.
 
-        A step that is skipped or done again leaves buffers and loss meter as before it, one that is done again random
-        numbers, too.
+        A step that is skipped or done again leaves buffers and loss meter as before it.
         """
         engine = self._engine
         part = self._part
@@ -79,8 +75,6 @@ class StepGuard:
         if was_applied:
             return engine.state.commit(part, lambda: fault, engine.state.trained + 1, engine.late_verdicts)
         engine.meter.known = self._losses
-        assert self._random is not None, "read when the step began"
-        self._random.restore(engine.device)
         return []
 
     def record(self) -> dict[str, Any]:

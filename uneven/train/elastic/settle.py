@@ -281,7 +281,7 @@ def settle_exact(
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained, or as dropped where the step was skipped. Else the slot is trained
-    again, from the same buffers and random numbers.
+    again, from the same buffers; it draws new random numbers, since ranks train other samples of it now.
     """
     group, source = engine.rank_info.group, settlement.source
     is_behind = own.progress < settlement.furthest.progress and not own.is_newcomer
