@@ -85,6 +85,10 @@ class BufferAverage:
         self._are_integers_known = True  # that those which look unchanged here are equal on all ranks
         self.averages = 0  # how many collectives of its own have changed the buffers here, in the lineage of this run
 
+    def go_on_from(self, averages: int) -> None:
+        """So often all ranks have averaged them, in the lineage of this run."""
+        self.averages = averages
+
     @property
     def agreed(self) -> Tensor:
         """All float buffers as they were last averaged, the same on every rank that has merged the same rounds."""

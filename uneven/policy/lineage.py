@@ -42,6 +42,10 @@ class Lineage:
         """Rounds of all generations."""
         return sum(era.rounds for era in self.eras)
 
+    def count_round(self) -> None:
+        """This rank has merged one more."""
+        self.rounds += 1
+
     def gone(self, members: Sequence[str]) -> list[str]:
         """Everyone that was ever in it and is not one of these, in order."""
         known = dict.fromkeys(member for era in self.eras for member in era.members)

@@ -222,6 +222,11 @@ class Windows:
         assert slot >= self.due, f"slot {slot} cannot become an event: ranks may have passed the round at {self.due}"
         self.event = min(self.event, slot)
 
+    def follow_events(self, next_event: Callable[[int], int]) -> None:
+        """Before the first slot: events are at these slots instead."""
+        self.next_event = next_event
+        self.event = next_event(0)
+
     def end_at(self, event: int) -> None:
         """The round to be noted is at this event: all ranks leave out the slots before it that nobody has trained."""
         self.due = self.event = event

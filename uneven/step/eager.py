@@ -190,7 +190,7 @@ class EagerStep:
         """The second half of a step of all ranks: the update, or the reason why all of them skip it."""
         fault = self.fault_of(checks)
         if fault is None:
-            self.meter.known = [own.losses for own in checks]
+            self.meter.learn([own.losses for own in checks])
             total = total_count(checks)
             self.apply(None if total is None else torch.tensor(total, dtype=torch.float64))
         else:

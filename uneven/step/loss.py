@@ -87,6 +87,14 @@ class LossMeter:
         self._loss_sum.add_(loss, alpha=samples)
         self._count.add_(count)
 
+    def learn(self, known: list[tuple[float, float]]) -> None:
+        """Every rank's sum and count, after the last step that counts."""
+        self.known = known
+
+    def restore(self, totals: tuple[float, float]) -> None:
+        """Sum and count of this rank, as they were in a checkpoint or before a loss."""
+        self.totals.copy_(torch.tensor(totals, dtype=torch.float64))
+
     def halves(self) -> Tensor:
         """Sum and count for a sum in fp32: rounded to it, and the rest. Both together have 48 bits."""
         rounded = self.totals.float().double()

@@ -197,6 +197,10 @@ class Engine:
 
         self.optimizer.register_step_pre_hook(forget)
 
+    def seed_as_newcomer(self) -> None:
+        """Not the masks that this rank, or rank 0, would have drawn at the beginning of the run."""
+        torch.manual_seed(self.config.seed + 7919 * self.rank_info.rank + 104729 * self.state.trained)
+
     def leave_group(self) -> None:
         """The group is lost, and its reducer with it."""
         self.step.reducer = None

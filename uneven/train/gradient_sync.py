@@ -21,7 +21,7 @@ from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.step.captured import check_capturable
-from uneven.step.finite import OwnCheck, Verdict
+from uneven.step.finite import Fault, OwnCheck, Verdict
 from uneven.timeline.record import Recorder
 from uneven.train.agreement import RankStatus, check_agreement, check_replicas, check_status, take_first
 from uneven.train.apply_strategy import apply_strategy
@@ -107,6 +107,8 @@ class StepTimer:
 
 class GradientSync:
     """Invariant: after every slot all ranks hold the same params, up to how their devices round."""
+
+    is_local: bool = False
 
     def __init__(self, engine: Engine, inbox: Inbox, before_change: Callable[[], None]) -> None:
         """`before_change` is called before params are changed outside the optimizer's step."""
@@ -343,6 +345,44 @@ class GradientSync:
 
     def expect_losses(self) -> None:
         self.guard = StepGuard(self.engine)
+
+    @property
+    def done(self) -> int:
+        """Steps that this rank has applied."""
+        return self.engine.state.trained
+
+    @property
+    def has_handed_in(self) -> bool:
+        """What this rank has trained is in sums that the others have, or are about to have."""
+        return True
+
+    def abandon(self) -> None:
+        """Nothing of a step can be kept without the others: `end_interrupted` decides once they are known."""
+
+    def end_applied(self) -> None:
+        """The group is lost: a sharded step that was applied here before its params were sent counts."""
+        if self.guard is not None:
+            known = len(self.engine.state.log)
+            self.guard.end_applied()
+            self._weigh_since(known)
+
+    def end_interrupted(self, *, was_applied: bool, fault: Fault | None) -> None:
+        """Of those who are left one has been through the step that is interrupted here, or none has: see StepGuard."""
+        if self.guard is None:
+            return
+        known = len(self.engine.state.log)
+        bad_steps = self.guard.end_interrupted(was_applied, fault)
+        if not bad_steps:
+            self._weigh_since(known)
+        self.note_bad_steps(bad_steps)
+
+    def _weigh_since(self, known: int) -> None:
+        self.weight += sum(samples for _, _, samples in self.engine.state.log[known:])
+
+    def take_buffers(self, averaged: Tensor) -> None:
+        """Of another rank, which has averaged them with this one's."""
+        self.buffers.take(averaged)
+        self.weight = 0
 
     def own_cost(self) -> Cost | None:
         """What this rank's steps cost by now; None where it was not measured."""

@@ -9,15 +9,18 @@ ranks pass them in that order, so nothing else has to be agreed upon.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from uneven.average.background import BackgroundAverage, make_average
 from uneven.average.buffers import BufferAverage
 from uneven.average.verify import ODD_REPLICA, judge
 from uneven.comm.gather import gather_checksums
-from uneven.comm.group import Group
+from uneven.comm.group import Group, SoloGroup
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
+from uneven.policy.lineage import Lineage
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
@@ -42,6 +45,9 @@ from uneven.train.synchronizer import EventCall, Merged, Stragglers
 
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
+
+    is_local: bool = True
+    event_loss: float | None = None  # it is with the events that are pending
 
     def __init__(self, engine: Engine, inbox: Inbox, before_change: Callable[[], None]) -> None:
         """`before_change` is called before params are changed outside the optimizer's step."""
@@ -90,7 +96,7 @@ class LocalSGD:
         self._mark = len(engine.state.log)  # this rank's parts at the last event
         self.scale = LocalScale(engine, self.windows)
         if agreed is None:
-            self.epochs.epoch = engine.axis.epochs_before(engine.state.trained)
+            self.epochs.begin()
         else:
             agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.state.trained)
         self.notes += self.scale.update()
@@ -112,7 +118,7 @@ class LocalSGD:
             return
         self.windows.load_state_dict(state["windows"])
         self.windows.resume_at(self.engine.state.trained)
-        self.scale.value, self.scale.is_known = state["lr_scale"]
+        self.scale.restore(*state["lr_scale"])
         self.epochs.load_state_dict(state)
 
     def ledger(self) -> Ledger:
@@ -129,15 +135,17 @@ class LocalSGD:
         self.claims.take_waited_ns()
 
     def note_user_time(self, ns: int) -> None:
-        self.tally.user_ns, self._free_ns = self.tally.user_ns + ns, self._free_ns + ns
+        self.tally.note_user_time(ns)
+        self._free_ns += ns
 
     def use_segments(self, segment_end: Callable[[int], int]) -> None:
         """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
 
         For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
         """
-        self.epochs.is_silent = True
-        self.windows.next_event, self.windows.event = segment_end, segment_end(0)
+        assert isinstance(self.windows, Windows), "a benchmark replays nothing"
+        self.epochs.be_silent()
+        self.windows.follow_events(segment_end)
 
     def parts(self) -> Iterator[Part]:
         axis = self.engine.axis
@@ -248,12 +256,66 @@ class LocalSGD:
         if not self.tally.lineage.members:
             self.tally.start()
 
+    @property
+    def done(self) -> int:
+        """Rounds that this rank has merged, of all generations."""
+        return self.tally.lineage.merged
+
+    @property
+    def has_handed_in(self) -> bool:
+        """Whether all that this rank has trained is in an average that the others have, or are about to have."""
+        return self.tally.entered is None and self.tally.parts == len(self.engine.state.log)
+
+    def begin_blank(self) -> None:
+        """Of a newcomer: it will settle with ranks that have trained, from nothing."""
+        self.is_blank = True
+        self.average = self.new_average(SoloGroup(), None)
+        self.average.close()
+
+    def abandon(self) -> Merged | None:
+        """Nothing that is on its way in the group will arrive: merge the round in flight if its average is here.
+
+        No collective, and none is waited for. Events that follow from that round stay pending. May be called again.
+        """
+        self.claims.close()
+        self.engine.run_ahead.drain()
+        self.tally.drop(self.engine.state.settle_steps())
+        return self.merge() if self.average.abandon() else None
+
+    def take(self, agreed: LocalState, lineage: Lineage, buffers: Tensor | None) -> None:
+        """All ranks go on from what they have `agreed` upon; `buffers` where this one merges the last round late.
+
+        No collective, so that a rank has done so entirely or not at all: [Note: all or nothing] in settle_local.py.
+        """
+        state, tally = self.engine.state, self.tally
+        if self.is_blank:
+            assert buffers is not None, "a newcomer is behind"
+            self.average.roll_forward(buffers, is_unchanged=True)
+            self.is_blank = False
+        elif buffers is not None:
+            assert tally.entered is not None, "a rank is behind by the round that it has in flight"
+            self.before_change()
+            self.average.roll_forward(buffers, is_unchanged=self.slot_schedule.staleness == 0)
+            state.commit_round(Round(self.windows.due, tally.entered.parts, len(state.log), self.scale.value))
+            tally.commit()
+        tally.go_on_in(lineage)
+        self.buffers.doubt_integers()
+        self.agreed = agreed
+        self.others_stop, self.is_stopped = agreed.is_stopping, False
+        self.stream_end.passed()
+        self.epochs.take(agreed)
+
+    def hand_over(self) -> None:
+        """One rank is left alone: it needs no round for the events that are due, and keeps all losses in its meter."""
+        passed = self.windows.last_event if self.agreed is None else self.agreed.passed
+        self.engine.meter.restore(self.epochs.end_alone(passed))
+
     def own_cost(self) -> Cost | None:
         rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
         return Cost(0.0, self.windows.slot_time_ms(rank) / slot_size, self.engine.caps[rank])
 
     def go_on_after(self, before: "LocalSGD | None", event_loss: float | None) -> None:
-        del event_loss  # it is with the events that are pending
+        del event_loss
         if before is not None:
             self.average = before.average
             self.buffers = before.buffers
@@ -303,12 +365,11 @@ class LocalSGD:
         verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
-        self.tally.samples += part.samples
         position = max(engine.state.trained, part.slot.index + 1)
-        self.tally.dropped += sum(
-            bad.samples for bad, _ in engine.state.commit(part, verdict, position, engine.late_verdicts)
-        )
-        self.tally.busy_ms += (step_ms := (now_ns - self._free_ns) / 1e6)
+        bad_steps = engine.state.commit(part, verdict, position, engine.late_verdicts)
+        step_ms = (now_ns - self._free_ns) / 1e6
+        self.tally.add(part.samples, step_ms)
+        self.tally.drop(bad_steps)
         return step_ms
 
     def _enter(self, status: RankStatus) -> None:
@@ -322,11 +383,11 @@ class LocalSGD:
         if status or self.windows.is_blocking or engine.step.answers_late:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
-        tally.dropped += sum(bad.samples for bad, _ in engine.state.settle_steps())
+        tally.drop(engine.state.settle_steps())
         if self._has_failed and status < RankStatus.LEFT_EPOCH:
             status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
-        tally.busy_ms += (began_ns - asked_ns) / 1e6
+        tally.add(0, (began_ns - asked_ns) / 1e6)
         entered = tally.enter()
         known = self.costs.report._replace(
             **self.slot_schedule.hand_back(),

@@ -24,6 +24,7 @@ from uneven.policy.windows import Windows
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.policies import LocalScale
+from uneven.train.state import BadStep
 from uneven.train.synchronizer import EventCall
 
 
@@ -37,6 +38,38 @@ class EpochEnds:
         self.samples = 0  # of the epoch in progress, trained by all ranks
         self.losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
         self.pending: list[EventCall] = []
+
+    def begin(self) -> None:
+        """As many epochs are over as the axis says."""
+        self.epoch = self.engine.axis.epochs_before(self.engine.state.trained)
+
+    def be_silent(self) -> None:
+        """No event is due any more: a benchmark trains in segments."""
+        self.is_silent = True
+
+    def take(self, agreed: "LocalState") -> None:
+        """Go on from what ranks have agreed upon."""
+        self.epoch = agreed.epoch
+        self.samples = agreed.epoch_samples
+        self.losses = list(agreed.losses)
+        self.pending = list(agreed.pending)
+
+    def end_alone(self, passed: int) -> tuple[float, float]:
+        """This rank is the only one left, and needs no round for what is due since the event at slot `passed`.
+
+        Returns the losses since the last epoch end that is over then: sum and count.
+        """
+        axis, events, position = self.engine.axis, self.engine.events, self.engine.state.trained
+        stop = max(self.epoch, axis.epochs_before(position))
+        is_event = events.evaluates(position) or events.saves(position)
+        is_inside = is_event and position > max(passed, axis.epoch_end(stop - 1))
+        own = self.engine.meter.pop_async()()
+        self.losses = [self.losses[0] + own[0], self.losses[1] + own[1]]
+        if stop > self.epoch or is_inside:
+            until = position if is_inside else axis.epoch_end(stop - 1)
+            self.pending += self.calls(self.epoch, stop, until, is_inside=is_inside)
+            self.epoch = stop
+        return self.losses[0], self.losses[1]
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON; `epoch` and `pending` only count within a run."""
@@ -132,7 +165,7 @@ class LocalState:
         assert self.windows is not None, "of a run that is no replay"
         windows.go_on(self.windows, self.places(members))
         windows.resume_at(position, self.passed)
-        scale.value, scale.is_known = self.lr_scale
+        scale.restore(*self.lr_scale)
 
     def places(self, members: tuple[str, ...]) -> list[int | None]:
         """Where each of these members was among those that `windows` is of."""
@@ -185,6 +218,24 @@ class RoundTally:
         members = gather_json(info.group, info.member)
         self.lineage = Lineage(generation=info.generation, members=tuple(members))
 
+    def add(self, samples: int, busy_ms: float) -> None:
+        """This rank has worked for so long, on so many samples."""
+        self.samples += samples
+        self.busy_ms += busy_ms
+
+    def drop(self, bad_steps: Sequence[BadStep]) -> None:
+        """These were not finite after all."""
+        self.dropped += sum(part.samples for part, _ in bad_steps)
+
+    def note_user_time(self, ns: int) -> None:
+        """Code of the user's own ran for so long."""
+        self.user_ns += ns
+
+    def go_on_in(self, lineage: Lineage) -> None:
+        """Ranks were lost or joined, and all rounds that count are these. The round in flight came to nothing."""
+        self._put_back()
+        self.lineage = lineage
+
     def enter(self) -> Entered:
         """A round takes along all that this rank has trained; the meter begins anew."""
         assert self.entered is None, "one round in flight"
@@ -220,9 +271,9 @@ class RoundTally:
         assert self.entered is not None, "a round was entered"
         self.parts, self.bad_parts = self.entered.parts, self.entered.bad_parts
         self.entered = None
-        self.lineage.rounds += 1
+        self.lineage.count_round()
 
-    def put_back(self) -> None:
+    def _put_back(self) -> None:
         """The round in flight, if there is one, came to nothing: the next one carries what was in it."""
         entered, self.entered = self.entered, None
         if entered is None:

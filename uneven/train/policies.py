@@ -257,6 +257,10 @@ class LocalScale:
         self.value = 1.0
         self.is_known = False
 
+    def restore(self, value: float, is_known: bool) -> None:
+        """As it was in a checkpoint, or on another rank."""
+        self.value, self.is_known = value, is_known
+
     def update(self) -> list[str]:
         """Follow the speeds; a replay takes the factor from the log. Returns lines to print."""
         if isinstance(self._windows, RecordedWindows):

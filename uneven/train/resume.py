@@ -113,8 +113,8 @@ class Resumed:
             losses.append(tuple(self.record["synchronizer"].get("losses", [0.0, 0.0])))
             first = (sum(each for each, _ in losses), sum(each for _, each in losses))
             losses = [first, *[(0.0, 0.0)] * (len(self._devices) - 1)]
-        engine.meter.known = losses  # where a rank is lost before it has told its own anew
-        engine.meter.totals.copy_(torch.tensor(losses[self._rank], dtype=torch.float64))
+        engine.meter.learn(losses)  # where a rank is lost before it has told its own anew
+        engine.meter.restore(losses[self._rank])
         self.restore_random(engine)
 
     def go_on(self, engine: Engine, synchronizer: Synchronizer, callbacks: CallbackRunner) -> list[str]:

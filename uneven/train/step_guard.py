@@ -74,7 +74,7 @@ class StepGuard:
         engine.step.cancel()
         if was_applied:
             return engine.state.commit(part, lambda: fault, engine.state.trained + 1, engine.late_verdicts)
-        engine.meter.known = self._losses
+        engine.meter.learn(self._losses)
         return []
 
     def record(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ has an event for each in the device's own lane.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from uneven.average.buffers import BufferAverage
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
@@ -43,6 +44,9 @@ class Synchronizer(Protocol):
 
     notes: list[str]  # lines for the user, printed once
     is_stopped: bool  # all ranks end the run here
+    buffers: BufferAverage
+    is_local: bool
+    event_loss: float | None  # of the event that is being reached
     wished: Wish  # by any rank, in the last exchange; the same on all of them
 
     @property
@@ -136,6 +140,20 @@ class Synchronizer(Protocol):
 
     def expect_losses(self) -> None:
         """From now on keep what is needed to go on when a rank is lost (train/elastic/settle.py)."""
+        ...
+
+    @property
+    def done(self) -> int:
+        """How far this rank is: steps that it has applied, or rounds that it has merged."""
+        ...
+
+    @property
+    def has_handed_in(self) -> bool:
+        """Whether the others have all that this rank has trained, or are about to."""
+        ...
+
+    def abandon(self) -> "Merged | None":
+        """The group is lost: keep what can be kept without it, in no collective."""
         ...
 
     def own_cost(self) -> Cost | None:

@@ -161,11 +161,6 @@ def why_not_joined(engine: Engine) -> str | None:
     return None
 
 
-def seed_newcomer(engine: Engine) -> None:
-    """Not the masks that this rank, or rank 0, would have drawn at the beginning of the run."""
-    torch.manual_seed(engine.config.seed + 7919 * engine.rank_info.rank + 104729 * engine.state.trained)
-
-
 def scaler_state(engine: Engine) -> dict[str, Any] | None:
     """For `take_scaler`; ranks of a local policy scale their own losses."""
     scaler = engine.step.precision.scaler
@@ -292,12 +287,9 @@ def settle_exact(
         take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
     take_scaler(engine, scaler)
-    if before is not None and before.guard is not None:
+    if before is not None:
         is_left_out = is_behind and own.skips < settlement.furthest.skips
-        was_applied, known = is_behind and not is_left_out, len(engine.state.log)
-        bad_steps = before.guard.end_interrupted(was_applied, settlement.furthest.fault)
-        before.weight += 0 if bad_steps else sum(samples for _, _, samples in engine.state.log[known:])
-        before.note_bad_steps(bad_steps)
+        before.end_interrupted(was_applied=is_behind and not is_left_out, fault=settlement.furthest.fault)
     if settlement.has_newcomers:  # now that buffers are those of the last step that counts
         take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
     return True
@@ -325,7 +317,7 @@ Losses = list[tuple[float, float]]  # sum and count, of every rank's meter
 
 def exchange_losses(meter: LossMeter, group: Group) -> None:
     """Before the first step, when a checkpoint may have left something in the meters; a collective."""
-    meter.known = [(loss_sum, count) for loss_sum, count in gather_rows(group, meter.totals.tolist())]
+    meter.learn([(loss_sum, count) for loss_sum, count in gather_rows(group, meter.totals.tolist())])
 
 
 def settled_losses(meter: LossMeter, before: Sequence[str], own: str, members: Sequence[str]) -> Losses:
@@ -339,8 +331,8 @@ def settled_losses(meter: LossMeter, before: Sequence[str], own: str, members: S
 
 def take_losses(meter: LossMeter, settled: Losses, rank: int, *, are_taken: bool) -> None:
     """Go on with them. `are_taken`: they are in an epoch's mean already, though the furthest one may not know it."""
-    meter.known = [(0.0, 0.0)] * len(settled) if are_taken else [(loss_sum, count) for loss_sum, count in settled]
-    meter.totals.copy_(torch.tensor(meter.known[rank], dtype=torch.float64))
+    meter.learn([(0.0, 0.0)] * len(settled) if are_taken else [(loss_sum, count) for loss_sum, count in settled])
+    meter.restore(meter.known[rank])
 
 
 def settle_buffers(
@@ -366,6 +358,5 @@ def settle_buffers(
     before.before_change()
     buffers.take_integers([found[f"integers.{place}"] for place in range(len(buffers.agreed_integers))])
     if isinstance(before, GradientSync):
-        buffers.take(found["floats"])
-        before.weight = 0
-    buffers.averages = furthest.averages
+        before.take_buffers(found["floats"])
+    buffers.go_on_from(furthest.averages)

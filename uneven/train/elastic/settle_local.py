@@ -17,35 +17,16 @@ import torch
 
 from uneven.average.verify import ODD_AVERAGE, judge
 from uneven.comm.gather import broadcast_json, gather_checksums, gather_json
-from uneven.comm.group import Group, SoloGroup
+from uneven.comm.group import Group
 from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
-from uneven.policy.recorded import RecordedWindows, Round
+from uneven.policy.recorded import RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.windows import Windows
-from uneven.train.elastic.settle import Settlement, seed_newcomer
+from uneven.train.elastic.settle import Settlement
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
 from uneven.train.membership import Generation
-from uneven.train.synchronizer import Merged
-
-
-def begin_blank(local: LocalSGD) -> None:
-    """Of a newcomer: it will settle with ranks that have trained, from nothing."""
-    local.is_blank, local.average = True, local.new_average(SoloGroup(), None)
-    local.average.close()
-
-
-def abandon(local: LocalSGD) -> Merged | None:
-    """Nothing that is on its way in the old group will arrive: merge the round in flight if its average is here.
-
-    No collective, and none is waited for. Events that follow from that round stay in `local.epochs.pending`. May be
-    called again.
-    """
-    local.claims.close()
-    local.engine.run_ahead.drain()
-    local.tally.dropped += sum(bad.samples for bad, _ in local.engine.state.settle_steps())
-    return local.merge() if local.average.abandon() else None
 
 
 def held_by(local: LocalSGD) -> Held:
@@ -84,9 +65,13 @@ def settle_local(
     is_sent = settlement.is_uneven or settlement.has_newcomers
     buffers = _send_average(local, group, source, is_behind) if is_sent else None
     lineage = Lineage(agreed.eras, local.engine.rank_info.generation, generation.members)
-    _apply(local, agreed, lineage, shared, buffers if is_behind else None)
+    was_blank = local.is_blank
+    local.take(agreed, lineage, buffers if is_behind else None)
+    local.engine.state.take({**shared, "ledger": agreed.ledger, "trained": agreed.ledger["trained"]})
+    if was_blank:
+        local.engine.seed_as_newcomer()
     if group.world_size == 1:
-        _hand_over(local)
+        local.hand_over()
     return agreed
 
 
@@ -98,24 +83,6 @@ def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlemen
         "again": agreed.again,
         "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
     }
-
-
-def _hand_over(local: LocalSGD) -> None:
-    """One rank is left alone: it needs no round for the events that are due, and keeps all losses in its meter."""
-    epochs = local.epochs
-    engine = local.engine
-    axis = local.engine.axis
-    position = engine.state.trained
-    stop = max(epochs.epoch, axis.epochs_before(position))
-    is_event = engine.events.evaluates(position) or engine.events.saves(position)
-    is_inside = is_event and position > max(_passed(local), axis.epoch_end(stop - 1))
-    own = engine.meter.pop_async()()
-    epochs.losses = [epochs.losses[0] + own[0], epochs.losses[1] + own[1]]
-    if stop > epochs.epoch or is_inside:
-        until = position if is_inside else axis.epoch_end(stop - 1)
-        epochs.pending += epochs.calls(epochs.epoch, stop, until, is_inside=is_inside)
-        epochs.epoch = stop
-    engine.meter.totals.copy_(torch.tensor(epochs.losses, dtype=torch.float64))
 
 
 def _passed(local: LocalSGD) -> int:
@@ -178,35 +145,3 @@ def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -
         transport.renew()  # what was abandoned may still be written to
         raise
     return buffers
-
-
-def _apply(
-    local: LocalSGD, agreed: LocalState, lineage: Lineage, shared: Mapping[str, Any], buffers: torch.Tensor | None
-) -> None:
-    """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
-    engine = local.engine
-    tally = local.tally
-    epochs = local.epochs
-    was_blank = local.is_blank
-    if was_blank:
-        assert buffers is not None, "a newcomer is behind"
-        local.average.roll_forward(buffers, is_unchanged=True)
-        local.is_blank = False
-    elif buffers is not None:
-        assert tally.entered is not None, "a rank is behind by the round that it has in flight"
-        local.before_change()
-        local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)
-        done = len(engine.state.log)
-        engine.state.commit_round(Round(local.windows.due, tally.entered.parts, done, local.scale.value))
-        tally.commit()
-    tally.put_back()
-    tally.lineage = lineage
-    local.buffers.doubt_integers()
-    local.agreed = agreed
-    local.others_stop, local.is_stopped = agreed.is_stopping, False
-    local.stream_end.passed()
-    epochs.epoch, epochs.samples = agreed.epoch, agreed.epoch_samples
-    epochs.losses, epochs.pending = list(agreed.losses), list(agreed.pending)
-    engine.state.take({**shared, "ledger": agreed.ledger, "trained": agreed.ledger["trained"]})
-    if was_blank:
-        seed_newcomer(engine)

@@ -11,7 +11,6 @@ generation without it once it has said that all is handed in.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +31,6 @@ from uneven.train.elastic.settle import (
     needs_checkpoint,
     no_checkpoint,
     scaler_state,
-    seed_newcomer,
     settle_buffers,
     settle_exact,
     settled_losses,
@@ -42,7 +40,7 @@ from uneven.train.elastic.settle import (
     why_not,
     why_not_joined,
 )
-from uneven.train.elastic.settle_local import abandon, begin_blank, describe, settle_local
+from uneven.train.elastic.settle_local import describe, settle_local
 from uneven.train.elastic.shards import go_back, read_newest
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
@@ -52,7 +50,6 @@ from uneven.train.membership import Generation, Membership
 from uneven.train.round_records import RoundRecords
 from uneven.train.run_events import RunEvents
 from uneven.train.saves import Saves, Survival
-from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
 
@@ -212,7 +209,8 @@ class Settler:
         before.close()
         if not self.is_over:
             self._events.undo()  # before this rank tells of the run: what it undoes is not in the history
-        if isinstance(before, LocalSGD) and (merged := abandon(before)) is not None:
+        merged = before.abandon()
+        if merged is not None:
             self._events.follow(merged)
         self._tried = self._engine.rank_info.generation
         self._is_settling = True
@@ -253,10 +251,8 @@ class Settler:
         group = self._membership.form(generation, is_own_loop=engine.is_own_loop)
         info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.go_on_as(info.rank)
-        if isinstance(before, GradientSync) and before.guard is not None:
-            known = len(engine.state.log)
-            before.guard.end_applied()
-            before.weight += sum(samples for _, _, samples in engine.state.log[known:])
+        if isinstance(before, GradientSync):
+            before.end_applied()
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
@@ -287,7 +283,7 @@ class Settler:
             lost = lost_logs(ended, generation.members, engine.axis)
             state.take(shared)
             if own.is_newcomer:
-                seed_newcomer(engine)
+                engine.seed_as_newcomer()
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
         state.enter_generation(shared, self._segment(generation) | found, lost, ended)
@@ -302,7 +298,7 @@ class Settler:
         if is_past:
             self._events.take_over(shared, kept, settlement.furthest.event, is_newcomer=own.is_newcomer)
         if isinstance(before, GradientSync):
-            before.guard = StepGuard(engine)
+            before.expect_losses()
         info.has_settled()
         if not self.is_over or settlement.has_newcomers:  # who has just come has nothing yet to go on with
             self._train_on(old_members, before, cost, settlement)
@@ -322,7 +318,7 @@ class Settler:
         if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely
             exchange_losses(engine.meter, engine.rank_info.group)
         self._rank.go_on_after(before, cost, None if settlement is None else settlement.event_loss)
-        self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
+        self._synchronizer.buffers.go_on_from(0 if settlement is None else settlement.furthest.averages)
         if isinstance(before, LocalSGD) and engine.rank_info.world_size == 1:
             while (call := before.event_due(self._events.done)) is not None:
                 before.passed(self._events.follow(call))
@@ -338,12 +334,13 @@ class Settler:
         found = read_newest(engine, engine.rank_info.group, self._saves.out, lost)
         engine.recorder.enter("communication")
         furthest = max(one.progress for one in settlement.standings)
-        if isinstance(self._before, GradientSync) and self._before.guard is not None:
-            self._before.guard.end_interrupted(was_applied=False, fault=None)
+        if isinstance(self._before, GradientSync):
+            self._before.end_interrupted(was_applied=False, fault=None)
         go_back(engine, self._events, found)
         fresh = self._rank.new_synchronizer()  # what the old one knows of the replica is past
         assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
-        self._before, fresh.guard = fresh, StepGuard(engine)
+        fresh.expect_losses()
+        self._before = fresh
         old_members = self._members
         self._members = generation.members
         self._settled = generation.number
@@ -370,26 +367,24 @@ class Settler:
         """Of a newcomer to a local policy."""
         found = self._rank.new_synchronizer()
         assert isinstance(found, LocalSGD), "there are others"
-        begin_blank(found)
+        found.begin_blank()
         return found
 
     def _standing(self, before: Synchronizer | None) -> Standing:
         if before is None:
             return Standing(NEWCOMER, NEWCOMER, NEWCOMER, ())
-        assert isinstance(before, GradientSync | LocalSGD), "one of the two"
-        found = Standing(
+        return Standing(
             self._settled,
-            before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.state.trained,
+            before.done,
             self._events.done,
             self._members,
-            is_local=isinstance(before, LocalSGD),
+            is_local=before.is_local,
             is_over=self.is_over,
+            event_loss=before.event_loss,
+            fault=self._engine.state.dropped.last_fault,
+            skips=len(self._engine.state.skipped),
             averages=before.buffers.averages,
         )
-        if isinstance(before, LocalSGD):
-            return found
-        fault, skips = self._engine.state.dropped.last_fault, len(self._engine.state.skipped)
-        return replace(found, event_loss=before.event_loss, fault=fault, skips=skips)
 
     def _generations(self, before: GradientSync | None) -> list[dict[str, Any]]:
         """All that are over, as the source knows them: with the one in which `before` trained."""
@@ -424,10 +419,7 @@ def has_handed_in(synchronizer: Synchronizer, engine: Engine) -> bool:
     """Whether all that this rank has trained is in a sum that the others have, or are about to have."""
     if not is_parting(synchronizer, engine):
         return False  # another rank was lost: whether the last sum counts is not known before they have settled
-    if isinstance(synchronizer, LocalSGD):
-        tally = synchronizer.tally
-        return tally.entered is None and tally.parts == len(engine.state.log)
-    return True
+    return synchronizer.has_handed_in
 
 
 def why_nobody_goes(engine: Engine, has_membership: bool) -> dict[str, str | None]:
