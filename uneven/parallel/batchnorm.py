@@ -32,6 +32,10 @@ class BatchNormSync:
         self.is_dummy = False
         self.layers: list[nn.Module] = []
 
+    def connect(self, group: Group, enter: Callable[[State], Any]) -> None:
+        """Sum over the ranks of this group from now on."""
+        self.group, self.enter = group, enter
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchNormSync":
         return self  # a copied model (a teacher, a moving average) is synchronised with the same ranks
 

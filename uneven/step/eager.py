@@ -138,6 +138,10 @@ class EagerStep:
         self._has_begun = True
         self.backup().save()
 
+    def use_train_step(self, train_step: TrainStep) -> None:
+        """Train with this function from now on."""
+        self.train_step = train_step
+
     def fix_params(self) -> None:
         """From now on no other params may be trained: the group has formed, and knows these alone."""
         self._trained = TrainedParams(self.model, self.optimizer)

@@ -177,6 +177,14 @@ class CallbackRunner:
         self.metrics: Mapping[str, float] = {}  # of the last evaluation
         self.stopped: str | None = None  # why the run ends early: agreed by all ranks
 
+    def connect(self, *, is_active: bool, awaits_saves: bool) -> None:
+        """What any rank's callbacks need: then all ranks take part."""
+        self.is_active, self.awaits_saves = is_active, awaits_saves
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Those of the last evaluation."""
+        self.metrics = metrics
+
     def has(self, hook: str) -> bool:
         return bool(self._hooks[hook]) and self._requests.failure is None
 

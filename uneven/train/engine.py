@@ -215,7 +215,7 @@ class Engine:
 
     def connect_batchnorm(self, group: Group) -> None:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
-        self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter
+        self.batchnorm_sync.connect(group, self.recorder.enter)
 
     def connect_reader(self, group: Group) -> None:
         """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""

@@ -59,7 +59,8 @@ class EpochEnds:
 
         Returns the losses since the last epoch end that is over then: sum and count.
         """
-        axis, events, position = self.engine.axis, self.engine.events, self.engine.state.trained
+        axis, events = self.engine.axis, self.engine.events
+        position = self.engine.state.trained
         stop = max(self.epoch, axis.epochs_before(position))
         is_event = events.evaluates(position) or events.saves(position)
         is_inside = is_event and position > max(passed, axis.epoch_end(stop - 1))

@@ -173,12 +173,17 @@ def make_slot_schedule(
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
     windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
     windows.resume_at(engine.state.trained)
-    schedule = SlotSchedule(windows, rank, axis.total, None, config.max_staleness)
-    if config.policy == "async":
-        schedule.claim, schedule.ahead = claims.claim, claims
-    schedule.lookahead = engine.feed.lookahead
-    schedule.parts = len(engine.state.log)
-    return windows, schedule
+    is_claiming = config.policy == "async"
+    return windows, SlotSchedule(
+        windows,
+        rank,
+        axis.total,
+        claims.claim if is_claiming else None,
+        config.max_staleness,
+        ahead=claims if is_claiming else None,
+        lookahead=engine.feed.lookahead,
+        parts=len(engine.state.log),
+    )
 
 
 def _make_recorded_schedule(engine: Engine) -> tuple[RecordedWindows, RecordedSchedule]:
@@ -189,8 +194,8 @@ def _make_recorded_schedule(engine: Engine) -> tuple[RecordedWindows, RecordedSc
     assert config.replay is not None, "of a replay only"
     log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
     speeds = [float(len(parts)) for parts in log.parts]
-    windows = RecordedWindows(log.rounds[info.rank], info.world_size, engine.events.next_event, speeds)
-    windows.stop_rounds = log.stop_rounds
+    rounds, next_event = log.rounds[info.rank], engine.events.next_event
+    windows = RecordedWindows(rounds, info.world_size, next_event, speeds, stop_rounds=log.stop_rounds)
     return windows, RecordedSchedule(windows, deque(slot for slot, _, _ in log.parts[info.rank]), axis.total)
 
 

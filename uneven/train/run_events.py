@@ -192,7 +192,7 @@ class RunEvents:
         self._engine.schedule.load_state_dict(shared["schedule"])
         if is_newcomer:
             self._callbacks.load_state_dict(shared["callbacks"])
-            self._callbacks.metrics = shared["metrics"]
+            self._callbacks.note_metrics(shared["metrics"])
         self.done = done
 
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
@@ -240,7 +240,7 @@ class RunEvents:
             self._engine.state.follow_metric(monitored(metrics, self._engine.config.monitor))
         if self._engine.schedule.needs_metric:
             self._engine.schedule.step_metric(metrics[str(self._engine.state.monitored)])
-        self._callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
+        self._callbacks.note_metrics({**metrics, "train_loss": entry["train_loss"]})
         self._callbacks.run("on_eval", entry["step"], self._engine.state.history)
         agreed = self.agree()
         if agreed.keeps:

@@ -58,10 +58,10 @@ def _look_at_first_batches(engine: Engine, check: TokenMeanCheck) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         samples = next((len(tensor) for _, tensor in named_tensors(batch, "batch") if tensor.ndim), 0)
         if check.look(train_step, batch, samples):
-            engine.step.train_step = train_step
+            engine.step.use_train_step(train_step)
         return train_step(model, batch)
 
-    engine.step.train_step = step
+    engine.step.use_train_step(step)
 
 
 def find_cap(engine: Engine) -> None:

@@ -267,8 +267,8 @@ class Worker:
         """All ranks learn every rank's cost, and the synchronizer begins with them; a collective."""
         hooks = (float(self.callbacks.is_any), float(self.callbacks.has("on_save")))
         rows = gather_rows(self.group, (cost.fixed_ms, cost.sample_ms, cost.cap, *hooks))
-        self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
-        self.callbacks.awaits_saves = any(row[4] for row in rows)
+        # A script may pass callbacks on rank 0 alone.
+        self.callbacks.connect(is_active=any(row[3] for row in rows), awaits_saves=any(row[4] for row in rows))
         costs = [Cost(fixed_ms=row[0], sample_ms=row[1], cap=row[2]) for row in rows]
         lines = choose_global_batch(self.engine, costs)
         self.config = self.engine.config
