@@ -21,6 +21,7 @@ from tests.train.elastic.lossy_local_runs import SAMPLES, Count, count_step, lev
 from tests.train.elastic.lossy_local_runs import check as check_count
 from tests.train.elastic.lossy_runs import ways
 from tests.train.exact_runs import OPTIMIZERS, X, Y
+from tests.train.stream_runs import Plain, SizedPlain
 from uneven import TrainedState
 from uneven.api.loop import Loop
 from uneven.api.loop_inputs import optimizer_factory
@@ -97,7 +98,12 @@ def run(
 
 
 def train(
-    size: int, losses: Sequence[Loss], loop: Epochs = own_epochs, joins: Sequence[Join] = (), **changes: Any
+    size: int,
+    losses: Sequence[Loss],
+    loop: Epochs = own_epochs,
+    joins: Sequence[Join] = (),
+    data: Callable[[], Any] = lambda: DATA,
+    **changes: Any,
 ) -> tuple[Found, Any]:
     config = resolve(
         {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "policy": "balanced"} | changes
@@ -111,7 +117,7 @@ def train(
             lambda: model,
             optimizer_factory(model, optimizer),
             lambda *_: None,
-            DATA,
+            data(),
             lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
             Evaluation(DATA, right, every=1),
         )
@@ -187,6 +193,21 @@ def test_any_rank_is_lost_at_any_collective_of_a_loop(victim: str, alone: Traine
     left = tuple(name for name in ("m0", "m1", "m2") if name != victim)
     for place, (after, blind) in itertools.product(places(), ways(left)):
         check(lose(Loss(victim, place, after=after, blind=blind)), alone)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("stream", [Plain, SizedPlain])
+@pytest.mark.parametrize("victim", ["m0", "m1"])
+def test_a_loop_over_a_stream_goes_on_without_a_rank(victim: str, stream: type[Plain], policy: str) -> None:
+    """Also without the one that reads it for all."""
+    settings = {"policy": policy} | ({} if policy == "sync" else {"global_batch_size": None, "batch_size": 4})
+    ((one, _),) = train(1, [], data=stream, **settings)[0].values()
+    _, leader = train(3, [], data=stream, **settings)
+    for place in range(leader.begun, leader.collectives[0], 11):
+        found, _ = train(3, [Loss(victim, place)], data=stream, **settings)
+        if policy == "sync":
+            check(found, one)
+        assert all(state.samples == one.samples for state, _ in found.values())
 
 
 @pytest.mark.parametrize("is_after", [False, True])

@@ -18,6 +18,7 @@ def test_gaps_come_first_in_order() -> None:
     assert ledger.to_json() == {"trained": 7, "next": 10, "gaps": [[4, 5], [6, 8]]}
     assert [ledger.slot_at(position) for position in range(7, 13)] == [4, 6, 7, 10, 11, 12]
     assert ledger.first_untrained == 4
+    assert ledger.trained_between == [(5, 6), (8, 10)]
     assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
     with pytest.raises(ValueError, match="position 6 lies before 7"):
         ledger.slot_at(6)

@@ -152,3 +152,7 @@ def test_a_reader_drops_what_was_trained_before() -> None:
     assert (reader.take(1, 4, 6), reader.take(1, 6, 8), reader.ends_within(1, 6, 2)) == ([14, 15], [16, 17], 8)
     assert reader.take(2, 0, 1) == [20]
     assert passes == [1, 2]
+    reader = Reader(read_pass, Extent(3, start=(1, 2), trained=[((1, 3), (1, 6)), ((2, 1), (2, 2))], sizes=[8]))
+    assert reader.take(2, 0, 1) == [20]
+    assert [*reader._ready] == [(1, 2), (1, 6), (1, 7)], "it keeps what nobody will take"
+    assert reader.take(2, 2, 3) == [22]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.train.stream_runs import SIZES, STARTS, Plain, Shards, SizedPlain, tr
 from uneven.config import Evaluation
 from uneven.data.reader import Extent, Reader, ReaderClient, ReaderServer
 from uneven.data.source import units
-from uneven.errors import InputError, RankError
+from uneven.errors import GroupLostError, InputError, RankError
 
 
 class UnsizedShards(Shards):
@@ -167,6 +168,33 @@ def test_a_reader_is_believed_only_where_it_is_of_this_user(monkeypatch: pytest.
         ReaderClient(server.address)
     monkeypatch.undo()
     reader.close()
+
+
+def test_a_server_that_is_closed_leaves_no_thread_and_nobody_waiting() -> None:
+    """One rank has connected and waits for an answer; another one, which was lost before, never came."""
+    go_on = threading.Event()
+
+    def read_pass(epoch: int) -> Iterator[int]:
+        yield epoch
+        go_on.wait()
+
+    before = {*threading.enumerate()}
+    reader = Reader(read_pass, Extent(epochs=1), ahead=2)
+    server = ReaderServer(reader, connections=2)
+    client = ReaderClient(server.address)
+    client.send("take", 0, 0, 1)
+    assert client.receive() == [0]
+    client.send("take", 0, 1, 2)
+    server.close()
+    with pytest.raises(GroupLostError):
+        client.receive()
+    with pytest.raises(GroupLostError):
+        ReaderClient(server.address)
+    go_on.set()
+    reader.close()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10.0)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_stream_that_cannot_begin_anew_is_an_error() -> None:

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from uneven.data.pickling import dumps, loads
-from uneven.errors import InputError, RankError
+from uneven.errors import GroupLostError, InputError, RankError
 
 CLOSE_S = 5.0
 _END = object()
 _NAME = re.compile(r"uneven-[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+Place = tuple[int, int]  # epoch, position
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Extent:
 
     epochs: int
     length: int | None = None  # samples of an epoch; None where only the end of the stream tells
-    # The first (epoch, position) that anybody will take, where a run is resumed; what lies before it in its epoch is
-    # read and dropped, as with `go_to`.
-    start: tuple[int, int] = (0, 0)
+    # The first place that anybody will take, where a run is resumed or goes on after a loss; what lies before it in its
+    # epoch is read and dropped, as with `go_to`.
+    start: Place = (0, 0)
+    trained: Sequence[tuple[Place, Place]] = ()  # the same of these ranges after it, in order
     sizes: Sequence[int] = ()  # of the epochs before
 
 
@@ -61,7 +64,9 @@ class Reader:
         ahead: int = 0,
         uses: int = 1,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        before: "Reader | None" = None,
     ) -> None:
+        """`before`: the closed one of the same data set. It may still wait for a sample, and two never read at once."""
         self._read_pass = read_pass
         self._epochs = extent.epochs
         self._length = extent.length
@@ -69,16 +74,19 @@ class Reader:
         self._uses = uses
         self._around = around
         self._samples: Iterator[Any] | None = None
-        self._ready: dict[tuple[int, int], list[Any]] = {}  # (epoch, position) -> [sample, uses left]
+        self._before = None if before is None else before._thread
+        self._ready: dict[Place, list[Any]] = {}  # [sample, uses left]
         self._start = extent.start
+        self._trained = deque(extent.trained)
         self._front = (extent.start[0], 0)  # the first position not read yet
         self._wanted = (0, 0)  # the end of what was asked for
         self._sizes: list[int] = list(extent.sizes)  # of the epochs that were read to their end
         self._error: BaseException | None = None
         self._is_closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="uneven-reader", daemon=True) if ahead else None
-        if self._thread is not None:
+        self._thread: threading.Thread | None = None
+        if ahead:
+            self._thread = threading.Thread(target=self._run, name="uneven-reader", daemon=True)
             self._thread.start()
 
     def take(self, epoch: int, first: int, stop: int) -> list[Any]:
@@ -111,7 +119,7 @@ class Reader:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _give(self, place: tuple[int, int]) -> Any:
+    def _give(self, place: Place) -> Any:
         if place not in self._ready:
             raise RuntimeError(f"position {place[1]} of epoch {place[0]} was asked for twice")
         entry = self._ready[place]
@@ -121,7 +129,7 @@ class Reader:
             self._changed.notify_all()
         return entry[0]
 
-    def _wait_for(self, place: tuple[int, int]) -> None:
+    def _wait_for(self, place: Place) -> None:
         """Until the stream is read up to this position, or the position's epoch has ended; the lock is held."""
         self._wanted = max(self._wanted, place)
         self._changed.notify_all()
@@ -130,13 +138,16 @@ class Reader:
                 if self._error is not None:
                     raise self._error
                 if self._is_closed:
-                    raise RankError("the reader of the stream was closed")
+                    raise GroupLostError("the reader of the stream was closed")
                 if self._ahead:
                     self._changed.wait()
                 else:
                     self._add(self._next())
 
     def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._has_room)
@@ -173,10 +184,17 @@ class Reader:
             self._sizes.append(position)
             self._front = (epoch + 1, 0)
         else:
-            if self._front >= self._start:
+            if self._is_wanted:
                 self._ready[self._front] = [sample, self._uses]
             self._front = (epoch, position + 1)
         self._changed.notify_all()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether anybody will take the sample at the front."""
+        while self._trained and self._trained[0][1] <= self._front:
+            self._trained.popleft()
+        return self._front >= self._start and not (self._trained and self._trained[0][0] <= self._front)
 
     def _check_end(self, epoch: int, position: int) -> None:
         if self._length is not None and position < self._length:
@@ -190,10 +208,13 @@ class Reader:
 
 
 class ReaderServer:
-    """Answers the other ranks' questions to the Reader: one thread for each of `connections`."""
+    """Answers the other ranks' questions to the Reader: one thread for each of `connections`, until `close`."""
 
     def __init__(self, reader: Reader, connections: int) -> None:
         self._reader, self._left = reader, connections
+        self._lock = threading.Lock()
+        self._open: set[Connection] = set()
+        self._closed = threading.Event()
         self._key = secrets.token_bytes(32)
         self._name = f"uneven-{secrets.token_hex(16)}"
         self._listener = Listener(f"\0{self._name}", family="AF_UNIX", authkey=self._key)
@@ -204,9 +225,19 @@ class ReaderServer:
         """For ReaderClient, on the other ranks; as JSON, since it comes to them through a collective."""
         return json.dumps([self._name, self._key.hex()]).encode()
 
+    def close(self) -> None:
+        """Whoever waits for an answer hears that none comes, and the threads end."""
+        with self._lock:
+            self._closed.set()
+            for connection in self._open:
+                with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:  # wakes the one that accepts, if it still does
+            sock.connect(f"\0{self._name}")
+
     def _accept(self) -> None:
         with self._listener:
-            while self._left:
+            while self._left and not self._closed.is_set():
                 try:
                     connection = self._listener.accept()
                 except (AuthenticationError, EOFError, OSError):
@@ -215,24 +246,32 @@ class ReaderServer:
                     connection.close()
                     continue
                 self._left -= 1
+                with self._lock:
+                    self._open.add(connection)
+                    if self._closed.is_set():
+                        connection.close()
+                        return
                 name = f"uneven-reader-{self._left}"
                 threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        with connection:
-            try:
-                while True:
-                    name, *arguments = json.loads(connection.recv_bytes())
-                    connection.send_bytes(self._answer(name, arguments))
-            except (EOFError, OSError):
-                return  # the rank has ended, or does not want the rest
+        try:
+            while True:
+                name, *arguments = json.loads(connection.recv_bytes())
+                connection.send_bytes(self._answer(name, arguments))
+        except (EOFError, OSError):
+            return  # the rank has ended, or does not want the rest
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                connection.close()
 
     def _answer(self, name: str, arguments: Sequence[int]) -> bytes:
         try:
             found = self._reader.take(*arguments) if name == "take" else self._reader.ends_within(*arguments)
             return pack((found, None))
-        except InputError as error:
-            return pack((str(error), InputError))
+        except (InputError, GroupLostError) as error:
+            return pack((str(error), type(error)))
         except BaseException as error:  # a sample that cannot be pickled, too
             return pack((f"rank 0 could not read the stream: {type(error).__name__}: {error}", RankError))
 
@@ -248,7 +287,8 @@ class ReaderClient:
             is_known = False
         if not is_known:
             raise RankError("what came as the address of rank 0's reader is none")
-        self._connection = Client(f"\0{name}", family="AF_UNIX", authkey=secret)
+        with _NamingTheRank():
+            self._connection = Client(f"\0{name}", family="AF_UNIX", authkey=secret)
         if not _is_own_user(self._connection):
             raise RankError("the reader at the address that rank 0 sent is of another user")
 
@@ -286,13 +326,13 @@ class LocalReader:
 
 
 class _NamingTheRank:
-    """Turns the errors of a closed connection into one that names the rank that is gone."""
+    """Turns the errors of a closed connection into one that names the rank that is gone, or has lost the group."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, EOFError | OSError):
-            raise RankError("rank 0, which reads the stream for all ranks, has closed its connection") from error
+            raise GroupLostError("rank 0, which reads the stream for all ranks, has closed its connection") from error
 
 
 def _is_own_user(connection: Connection) -> bool:

@@ -20,12 +20,13 @@ from uneven.data.batches import Collate, pin, to_device
 from uneven.data.epoch_order import random_states, seed_generators, set_random_states
 from uneven.data.loader_process import Loaders
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
-from uneven.data.reader import Extent, LocalReader, Reader, ReaderClient, ReaderServer, pack, unpack
+from uneven.data.reader import Extent, LocalReader, Place, Reader, ReaderClient, ReaderServer, pack, unpack
 from uneven.data.sample_order import sample_keys
 from uneven.data.source import StreamSource, read_interleaved, start_epoch
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.policy.axis import Axis, Part
+from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 
 CHUNK = 32  # samples that a loader process sends at once
@@ -36,7 +37,8 @@ Micros = list[tuple[Inputs, int]]
 
 
 class ReaderFeed:
-    """Life cycle: `connect` when the group has formed, then `stream`; `close` when no rank needs a sample any more.
+    """Life cycle: `connect` when a group has formed, then `stream`; after a loss the same again, with whoever is left.
+    `close` when no rank needs a sample any more.
 
     Samples cannot be read beforehand to measure a step (Engine.can_warm_up), because nobody could put them back.
     """
@@ -54,37 +56,28 @@ class ReaderFeed:
         self.lookahead = 2
         self._client: ReaderClient | LocalReader | None = None
         self._reader: Reader | None = None  # on rank 0
+        self._is_threaded = loaders.num_workers > 0
         self._unanswered = 0  # ranges that were asked for and not received
         self._has_begun = False  # a stream: whoever begins another has left out the rest of its epoch
         self._close: list[Callable[[], None]] = []
 
-    def connect(self, group: Group, axis: Axis, *, is_shared: bool = False, first_slot: int = 0) -> None:
+    def connect(self, group: Group, axis: Axis, ledger: Ledger, *, is_shared: bool = False) -> None:
         """Start the reader on rank 0, and connect the others; a collective.
 
-        The axis of a stream without length asks the reader for its end. `is_shared`: all ranks train the same samples.
-        `first_slot`: the first one that is not trained, of a resumed run.
+        The axis of a stream without length asks the reader for its end. `ledger`: what is trained, of a run that is
+        resumed or has lost a rank: it is read once more and dropped. `is_shared`: all ranks train the same samples.
         """
+        self.close()  # that of a group which is lost; what was read ahead or handed out in it is read again
+        self._unanswered, self._has_begun = 0, False
         has_end = not isinstance(axis, StreamAxis)
         address = b""
         if group.rank == 0:
-            uses = group.world_size if is_shared else 1
-            threaded = group.world_size > 1 or self._loaders.num_workers > 0
-            ahead = BATCHES_AHEAD * self._batch_size * group.world_size if threaded else 0
-            self.lookahead = 2 if threaded else 0
-            start = axis.slot(first_slot)
-            extent = Extent(
-                axis.epochs,
-                axis.samples if has_end else None,
-                (start.epoch, start.first),
-                axis.sizes if isinstance(axis, StreamAxis) else [axis.samples] * start.epoch,
-            )
-            reader = Reader(self._pass(threaded), extent, ahead=ahead, uses=uses, around=OwnRandom().used)
-            self._reader = reader
-            self._client = LocalReader(reader)
-            self._close.append(reader.close)
+            reader = self._read(axis, ledger, group.world_size, group.world_size if is_shared else 1)
             if group.world_size > 1:
                 connections = (group.world_size - 1) * (1 if has_end else 2)
-                address = ReaderServer(reader, connections).address
+                server = ReaderServer(reader, connections)
+                self._close.append(server.close)
+                address = server.address
             if isinstance(axis, StreamAxis):
                 axis.connect(reader.ends_within)
         address = gather_bytes(group, address)[0]
@@ -95,6 +88,33 @@ class ReaderFeed:
                 ends = ReaderClient(address)  # a second connection: answers to the first are on their way
                 self._close.append(ends.close)
                 axis.connect(lambda *question: _ask(ends, question))
+
+    def _read(self, axis: Axis, ledger: Ledger, ranks: int, uses: int) -> Reader:
+        """On rank 0: read from the beginning of the epoch that is in progress."""
+        self._is_threaded |= ranks > 1  # a rank that is left alone goes on so
+        is_threaded = self._is_threaded
+        self.lookahead = 2 if is_threaded else 0
+
+        def place(slot: int) -> Place:
+            found = axis.slot(slot)
+            return found.epoch, found.first
+
+        start = place(ledger.first_untrained)
+        extent = Extent(
+            axis.epochs,
+            None if isinstance(axis, StreamAxis) else axis.samples,
+            start,
+            [(place(first), place(stop)) for first, stop in ledger.trained_between],
+            # Ranks may know the end of the epoch that is in progress, which is read again.
+            axis.sizes[: start[0]] if isinstance(axis, StreamAxis) else [axis.samples] * start[0],
+        )
+        ahead = BATCHES_AHEAD * self._batch_size * ranks if is_threaded else 0
+        around = OwnRandom().used
+        reader = Reader(self._pass(is_threaded), extent, ahead=ahead, uses=uses, around=around, before=self._reader)
+        self._reader = reader
+        self._client = LocalReader(reader)
+        self._close.append(reader.close)
+        return reader
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
         """Ranges are asked for `lookahead` parts ahead, so that rank 0 reads and sends while this rank trains.
@@ -122,8 +142,8 @@ class ReaderFeed:
             yield part, [(self._batch(list(islice(samples, size))), size) for size in part.sizes]
 
     def _request(self, part: Part) -> None:
-        assert self._client is not None, "connected when the group has formed"
         if part.samples:
+            assert self._client is not None, "connected when the group has formed"
             self._client.send("take", part.slot.epoch, part.first, part.stop)
             self._unanswered += 1
 

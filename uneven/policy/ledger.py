@@ -60,6 +60,12 @@ class Ledger:
     def first_untrained(self) -> int:
         return self.gaps[0][0] if self.gaps else self.next
 
+    @property
+    def trained_between(self) -> list[tuple[int, int]]:
+        """The slots [first, stop) after the first gap that are trained."""
+        ends = [*(first for first, _ in self.gaps[1:]), self.next]
+        return [(stop, end) for (_, stop), end in zip(self.gaps, ends, strict=False)]
+
     def slot_at(self, position: int) -> int:
         """The slot that is trained at this position, which is not before `trained`."""
         if position >= self.next:

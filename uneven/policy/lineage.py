@@ -58,14 +58,15 @@ class Held:
 
     trained: Runs  # its parts since the last event that it has passed
     given: tuple[int, ...] = ()  # slots that it was to train next
+    end: tuple[int, int] = (0, 0)  # an epoch of a stream and its samples, where it was told of the end; else 0 samples
 
     def to_json(self) -> list[Any]:
-        return [self.trained, list(self.given)]
+        return [self.trained, list(self.given), list(self.end)]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> "Held":
-        trained, given = data
-        return cls(trained, tuple(given))
+        trained, given, (epoch, samples) = data
+        return cls(trained, tuple(given), (epoch, samples))
 
 
 def settled_ledger(held: Iterable[Held], lost: Iterable[Iterable[Part]], passed: int) -> Ledger:

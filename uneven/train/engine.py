@@ -218,13 +218,13 @@ class Engine:
         self.batchnorm_sync.connect(group, self.recorder.enter)
 
     def connect_reader(self, group: Group) -> None:
-        """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""
-        if self.reader is not None:
+        """Where one reader feeds all ranks, start it or connect to it; on all ranks, when a group has formed.
+
+        Not where others join when all is trained: nobody would close it.
+        """
+        if self.reader is not None and self.state.trained < self.axis.total:
             is_shared = self.config.is_model_parallel and group.world_size > 1
-            first = self.state.ledger.first_untrained
-            self.reader.connect(group, self.axis, is_shared=is_shared, first_slot=first)
-            if self.config.compile == "default" and not self.is_own_loop:
-                self.model.compile()  # where there is a warm-up, it does this
+            self.reader.connect(group, self.axis, self.state.known_ledger, is_shared=is_shared)
 
     def open(self, micros: Micros) -> Micros:
         """Inputs -> batches on the device. A captured step does this itself, inside the graph."""

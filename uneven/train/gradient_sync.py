@@ -188,7 +188,7 @@ class GradientSync:
         capture_ahead(self.engine, self.policy.shares, is_moving)
 
     def ledger(self) -> Ledger:
-        return self.engine.state.ledger.advanced_to(self.engine.state.trained)
+        return self.engine.state.known_ledger
 
     def reset_timer(self) -> None:
         self._timer.start(self.engine.recorder.enter("data"))

@@ -124,7 +124,7 @@ class LocalSGD:
     def ledger(self) -> Ledger:
         """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
         if not self.is_stopped:
-            return self.engine.state.ledger.advanced_to(self.engine.state.trained)
+            return self.engine.state.known_ledger
         return stopped_ledger(self.engine, self.windows.last_event, self._mark)
 
     def reset_timer(self) -> None:

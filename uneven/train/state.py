@@ -12,6 +12,7 @@ step/finite.py.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -251,11 +252,16 @@ class RunState:
         """The slot that is trained when so many are: the same number, but for gaps that a stop has left."""
         return self.ledger.slot_at(position)
 
+    @property
+    def known_ledger(self) -> Ledger:
+        """What is trained, as all ranks know it where they form a group."""
+        return self.ledger.advanced_to(self.trained)
+
     def slots_left(self) -> Iterator[Slot]:
         """All slots that are not trained, in order; a stream's axis grows while they are trained."""
-        if not self.ledger.gaps:
-            return self.axis.slots(self.trained)
-        return (self.axis.slot(self.slot_at(position)) for position in range(self.trained, self.axis.total))
+        end = max(self.trained, min(self.ledger.next, self.axis.total))
+        gaps = (self.axis.slot(self.slot_at(position)) for position in range(self.trained, end))
+        return chain(gaps, self.axis.slots(end))
 
     def samples_before(self, slot: int) -> int:
         """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""

@@ -223,6 +223,8 @@ class Worker:
         check_loss(self.engine, may_grow=self.membership is not None)
         self.report.say(choose_activations(self.engine))
         if not self.engine.can_warm_up:
+            if self.engine.reader is not None and self.config.compile == "default":
+                self.engine.model.compile()  # where there is a warm-up, it does this
             return self.initialize(UNMEASURED)
         find_cap(self.engine)
         warm_up(self.engine)
@@ -314,6 +316,7 @@ class Worker:
             # Another type: this rank is left alone of a local policy, or joins one.
             synchronizer.go_on_after(before if type(before) is type(synchronizer) else None, event_loss)
             self.rank_info.compare_clocks(self.recorder.clock)
+            self.engine.connect_reader(self.group)
             self._connect(synchronizer, cost or self._cost)
             synchronizer.expect_losses()
             self._use(synchronizer)

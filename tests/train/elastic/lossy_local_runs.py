@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from tests.train.clusters import Begun, FakeMembership, Join, Loss, LossyGroup, on_lossy_threads
 from uneven.config import Evaluation, Task, resolve
@@ -18,6 +19,7 @@ from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
+from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker
@@ -26,6 +28,23 @@ SAMPLES, SEED = 70, 3
 
 
 Found = dict[str, tuple[TrainedState, Worker]]
+
+
+class Numbers(IterableDataset[Any]):
+    """The samples as a stream, in order. `read` has what was read of it, in any process of threads."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(SAMPLES):
+            self.read.append(number)
+            yield torch.tensor(number), torch.tensor(0.0)
+
+
+class SizedNumbers(Numbers):
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class Count(nn.Module):
@@ -61,11 +80,12 @@ def train(
     failing: Sequence[str] = (),
     leaves: Mapping[str, int] = MappingProxyType({}),
     callbacks: Callable[[], tuple[Any, ...]] = tuple,
+    stream: Callable[[], Numbers] | None = None,
     **changes: Any,
 ) -> tuple[Found, Any]:
     """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round.
 
-    `leaves`: members that are asked to leave in this step of theirs.
+    `leaves`: members that are asked to leave in this step of theirs. `stream` makes the data set of one member.
     """
     settings = {"batch_size": 4, "epochs": 3, "seed": SEED, "anchor": 2, "max_anchor": 2, "lr_scale": 1.0} | changes
     config = resolve(settings)
@@ -82,7 +102,8 @@ def train(
                 membership.is_asked |= leaves.get(str(info.member)) == number
             return count_step(model, batch)
 
-        task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, data, None, evaluation)
+        dataset = data if stream is None else stream()
+        task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, dataset, None, evaluation)
         task = replace(task, callbacks=callbacks())
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
         worker.membership = membership
@@ -119,7 +140,7 @@ def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:
         torch.testing.assert_close(model.w.detach(), expected, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, first.state_dict()[name]), name
-        ends = [entry for entry in state.history if entry["step"] % axis.slots_per_epoch == 0]
+        ends = [entry for entry in state.history if entry["step"] % -(-SAMPLES // axis.slot_size) == 0]
         assert [entry["epoch"] for entry in ends] == list(range(1, epochs + 1)), "every epoch once"
         assert [entry["samples"] for entry in ends] == [SAMPLES * (1 + epoch) for epoch in range(epochs)]
         for entry, same in zip(state.history, first_state.history, strict=True):
@@ -132,8 +153,7 @@ def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:
 
 def recount(workers: list[Worker]) -> Tensor:
     """From the logs alone: what each sample's coordinate must be, by the weights of the round that it was in."""
-    axis = workers[0].axis
-    run = workers[0].engine.state
+    run, engine = workers[0].engine.state, workers[0].engine
     logs = [(one.engine.state.log, one.engine.state.rounds) for one in workers]
     logs += [(log["log"], log["rounds"]) for log in (*run.earlier_logs, *run.lost_logs)]
     most = len(workers[0].engine.state.rounds)
@@ -147,15 +167,17 @@ def recount(workers: list[Worker]) -> Tensor:
     for first, parts, rounds in handed:
         for number, (start, stop) in enumerate(itertools.pairwise(rounds), first):
             own = sum(samples for _, _, samples in parts[start:stop])
-            _add(expected, axis, parts[start:stop], own / weights[number] if weights[number] else 0.0)
-        _add(expected, axis, parts[rounds[-1] :], 1.0)  # alone at last
+            _add(expected, engine, parts[start:stop], own / weights[number] if weights[number] else 0.0)
+        _add(expected, engine, parts[rounds[-1] :], 1.0)  # alone at last
     return expected
 
 
-def _add(expected: Tensor, axis: Any, parts: Sequence[tuple[int, int, int]], share: float) -> None:
+def _add(expected: Tensor, engine: Engine, parts: Sequence[tuple[int, int, int]], share: float) -> None:
     for slot, first, samples in parts:
-        order = torch.from_numpy(permutation(SEED, axis.slot(slot).epoch, SAMPLES))[first : first + samples]
-        expected[order] += share
+        order = torch.arange(SAMPLES)
+        if engine.reader is None:
+            order = torch.from_numpy(permutation(SEED, engine.axis.slot(slot).epoch, SAMPLES))
+        expected[order[first : first + samples]] += share
 
 
 @cache

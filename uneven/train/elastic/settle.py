@@ -123,8 +123,6 @@ def why_not(engine: Engine) -> str | None:
         return no_checkpoint(engine)
     if config.backend == "nccl":
         return "backend='nccl' cannot give up a sum that is under way"
-    if engine.reader is not None:
-        return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
     if config.replay is not None:

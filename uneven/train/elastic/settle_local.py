@@ -22,6 +22,7 @@ from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
 from uneven.train.elastic.settle import Settlement
 from uneven.train.local_sgd import LocalSGD
@@ -38,7 +39,8 @@ def held_by(local: LocalSGD) -> Held:
     given: list[int] = []
     if local.agreed is None and isinstance(schedule, SlotSchedule):
         given = [engine.state.slot_at(position) for position in schedule.slots]
-    return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
+    end = (local.epoch, local.stream_end.samples)
+    return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total), end)
 
 
 def settle_local(
@@ -68,6 +70,9 @@ def settle_local(
     was_blank = local.is_blank
     local.take(agreed, lineage, buffers if is_behind else None)
     local.engine.state.take({**shared, "ledger": agreed.ledger, "trained": agreed.ledger["trained"]})
+    if isinstance(axis := local.engine.axis, StreamAxis):  # who has trained the last slot has been told of the end
+        for epoch, samples in (one.end for one in held if one.end[1]):
+            axis.learn(epoch, samples)
     if was_blank:
         local.engine.seed_as_newcomer()
     if group.world_size == 1:
