@@ -11,6 +11,7 @@ from uneven.errors import InputError
 from uneven.policy.axis import Axis, Part
 from uneven.policy.events import Events
 from uneven.policy.ledger import Ledger
+from uneven.policy.stream_axis import StreamAxis
 from uneven.step.finite import Cause, Fault
 from uneven.timeline.record import Recorder
 from uneven.train.state import RunState
@@ -32,6 +33,16 @@ def train(state: RunState, steps: int, *, bad: tuple[int, ...] = ()) -> None:
             Part(slot, slot.first, slot.samples, slot.samples), lambda fault=fault: fault, slot.index + 1
         )
         state.dropped.count(sum(part.samples for part, _ in found))
+
+
+def test_after_the_gaps_the_end_of_a_stream_is_asked_for() -> None:
+    """The slots that are left were counted up to a total that nobody knows yet."""
+    axis = StreamAxis(4, 1)
+    axis.connect(lambda epoch, first, count: 18 if first + count >= 18 else 0)
+    state = make_state(axis)
+    state.ledger = Ledger(2, 3, ((1, 2),))
+    state.reach_slot(2)
+    assert [(slot.index, slot.samples) for slot in state.slots_left()] == [(1, 4), (3, 4), (4, 2)]
 
 
 def through_json(value: Any) -> Any:
