@@ -82,7 +82,7 @@ def run(
         class Surviving(RunOnThreads):
             def make_worker(self, task: Task) -> Worker:
                 worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-                worker.membership = membership
+                worker.use_membership(membership)
                 return worker
 
             def save(self, worker: Worker, was_interrupted: bool) -> TrainedState:

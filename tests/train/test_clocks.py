@@ -18,7 +18,7 @@ from uneven.hardware.roster import Roster
 from uneven.timeline.record import TRAINING, Recorder
 from uneven.timeline.timeline import Timeline
 from uneven.train import worker as worker_module
-from uneven.train.rank_info import MachineClocks, RankInfo, RankResult
+from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker
 
@@ -41,7 +41,7 @@ def test_a_run_on_three_machines_is_one_timeline(monkeypatch: pytest.MonkeyPatch
 
     def train(group: ThreadGroup) -> tuple[RankResult, dict[str, Any]]:
         info = RankInfo(group.rank, devices, roster=roster)
-        info.clocks = MachineClocks(reach_store("127.0.0.1", port), roster, group.rank)
+        info.read_clocks(reach_store("127.0.0.1", port))
         worker = Worker(task, config, info, lambda _: group, Requests(), Silent())
         return worker.train(), worker.show()
 

@@ -39,7 +39,7 @@ from uneven.launch.run_status import Output, RunStatus, SharedProgress
 from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
 from uneven.launch.watch.peers import PeerWatch, watch_peers
-from uneven.train.rank_info import MachineClocks, RankInfo
+from uneven.train.rank_info import RankInfo
 from uneven.train.requests import GRACE_S, Requests
 from uneven.train.worker import Worker
 
@@ -220,7 +220,7 @@ class ProcessContext:
         worker = self._worker = Worker(task, config, rank_info, join, requests, report)
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
             run = self._runs + 1
-            worker.membership = self.ranks.join(
+            membership = self.ranks.join(
                 run,
                 rank_info,
                 config,
@@ -229,6 +229,7 @@ class ProcessContext:
                 before_enter=partial(newcomer.check_newcomer, self.environment, worker),
                 on_entered=enter,
             )
+            worker.use_membership(membership)
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
@@ -254,8 +255,15 @@ class ProcessContext:
         placed = None if self.ranks.roster is None else self.ranks.roster.devices
         devices = devices or placed or (Device("cpu"),) * self.environment.world_size
         roster = self.roster_of(devices)
-        info = RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=self.leader)
-        info.generation, info.is_newcomer = self.ranks.generation, self.ranks.is_newcomer
+        info = RankInfo(
+            self.environment.rank,
+            devices,
+            roster=roster,
+            member=self.member,
+            leader=self.leader,
+            is_newcomer=self.ranks.is_newcomer,
+        )
+        info.begin_in(self.ranks.generation)
         return info
 
     def join(
@@ -286,7 +294,7 @@ class ProcessContext:
             newcomer.announce_run(self.environment.connect(""), self._runs, why_not)
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
-            rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
+            rank_info.read_clocks(store)
         if self._output is not None:
             store = self.environment.connect(f"run/{self._runs}/progress")
             self._progress = SharedProgress(store, rank_info, self._output, self.show)

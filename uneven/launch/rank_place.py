@@ -22,7 +22,7 @@ from uneven.launch.membership import RunStart, Steps, StoreMembership, form_rank
 from uneven.launch.run_status import Output
 from uneven.results.progress import Reporter
 from uneven.train.membership import Generation
-from uneven.train.rank_info import MachineClocks, RankInfo
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 NOT_OVER: Mapping[str, Any] = MappingProxyType({"is_past": False})
@@ -168,7 +168,7 @@ class RankPlace:
         def on_settled(lines: Sequence[str]) -> None:
             if not rank_info.roster.is_one_machine:
                 store = self.environment.connect(f"{prefix}/{rank_info.generation}/clock")
-                rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
+                rank_info.read_clocks(store)
             output.say(lines)
 
         start = RunStart(run, self.generation, waiting_limit_s(config.deadline), facts)

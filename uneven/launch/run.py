@@ -134,7 +134,7 @@ class Run:
 
     def _finish_interrupted(self) -> None:
         """First Ctrl-C: stop after this step and save. A second one ends the process at once, with exit code 130."""
-        self._requests.is_interrupted = True
+        self._requests.interrupt()
         self.stop()
         grace_s = self._config.grace
         try:

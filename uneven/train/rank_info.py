@@ -141,6 +141,14 @@ class RankInfo:
         self.clocks = None
         self.join(group)
 
+    def begin_in(self, generation: int) -> None:
+        """The generation of ranks with which this run begins."""
+        self.generation = generation
+
+    def read_clocks(self, store: Store) -> None:
+        """Ranks are on several machines: from now on their clocks are compared through this store."""
+        self.clocks = MachineClocks(store, self.roster, self.rank)
+
     def keep_records(self, records: RoundRecords) -> None:
         """What this rank hands in is written down there, from now on."""
         self.records = records

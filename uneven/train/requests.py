@@ -26,6 +26,10 @@ class Requests:
         self.is_terminated = True
         self.stop.set()
 
+    def interrupt(self) -> None:
+        """The stop that follows is a Ctrl-C."""
+        self.is_interrupted = True
+
     def signalled(self, number: int) -> None:
         """Stop because of a SIGTERM or a SIGINT."""
         if number == signal.SIGTERM:

@@ -82,7 +82,7 @@ class Worker:
         self._resume()
         self.synchronizer: Synchronizer | None = None
         self.events = RunEvents(self.engine, self.saves, self.callbacks, self.inbox, report)
-        self.membership: Membership | None = None  # set where a launcher announces generations of ranks
+        self.membership: Membership | None = None  # where a launcher announces generations of ranks
         self.settler: Settler | None = None  # where the run can go on without a rank
         self._cost = UNMEASURED  # of this rank before the first step
         self._has_ended = False  # on_end was called
@@ -254,6 +254,10 @@ class Worker:
         self._use(synchronizer)
         self.recorder.enter("setup")
         return synchronizer
+
+    def use_membership(self, membership: Membership) -> None:
+        """A launcher announces generations of ranks; before the group forms."""
+        self.membership = membership
 
     def expect_losses(self, survival: Survival) -> None:
         """From now on the loss of a rank may interrupt an event, or a checkpoint."""

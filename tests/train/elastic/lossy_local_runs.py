@@ -106,7 +106,7 @@ def train(
         task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, dataset, None, evaluation)
         task = replace(task, callbacks=callbacks())
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-        worker.membership = membership
+        worker.use_membership(membership)
         prepare = worker.prepare_for_losses
 
         def prepared() -> None:

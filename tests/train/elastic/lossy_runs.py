@@ -58,7 +58,7 @@ def train(
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         task = replace(shared, callbacks=callbacks())
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-        worker.membership = membership
+        worker.use_membership(membership)
         train_part = worker.train_part
 
         def watched(*arguments: Any) -> bool:

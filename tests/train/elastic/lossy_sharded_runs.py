@@ -47,7 +47,7 @@ def train(size: int, losses: list[Loss], leaver: str = "", **changes: Any) -> tu
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-        worker.membership = membership
+        worker.use_membership(membership)
         membership.is_asked = info.member == leaver  # from the first step on
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker

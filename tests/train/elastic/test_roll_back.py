@@ -68,7 +68,7 @@ def train(
         model, optimizer = (Deep, make_muon) if is_muon else (Blocks, OPTIMIZERS["adam"])
         task = Task(model, optimizer, mean_loss, data, scheduler, callbacks=(saved,))
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-        worker.membership = membership
+        worker.use_membership(membership)
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker, saved.places
 

@@ -126,7 +126,7 @@ def test_a_muon_is_whole_on_every_rank(policy: str) -> None:
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> TrainedState:
         worker = Worker(task, config, info, lambda _: group, Requests(), Begun(group))
-        worker.membership = membership
+        worker.use_membership(membership)
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis))
 
