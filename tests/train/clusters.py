@@ -48,7 +48,7 @@ class Join:
     generation: int = 0
 
 
-class DiedError(Exception):
+class DiedError(RuntimeError):
     """What a victim's thread ends with."""
 
 
@@ -155,6 +155,7 @@ class LossyGroup(ThreadGroup):
         self.leader, self.number, self.member = leader, generation.number, member
         self.generation = generation.number
         self.started = [0]
+        self.is_dead = False  # whatever its thread still does
 
     def abort(self, why: str) -> None:
         del why
@@ -175,6 +176,8 @@ class LossyGroup(ThreadGroup):
         return super().broadcast(tensor.clone() if owner == self.rank else tensor, owner)
 
     def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
+        if self.is_dead:
+            raise DiedError
         place = self.started[0]
         self.started[0] += 1
         self.leader.collectives[self.number] = max(self.leader.collectives[self.number], self.started[0])
@@ -185,11 +188,13 @@ class LossyGroup(ThreadGroup):
         if loss is None:
             return super()._meet(tensor, compute, owner)
         if loss.victim == self.member and not loss.after:
+            self.is_dead = True
             raise DiedError(loss)
         brought = tensor.clone() if self.member in loss.blind else tensor
         work = super()._meet(brought, compute, owner)
         if loss.victim == self.member:
             work.wait()  # all have brought theirs
+            self.is_dead = True
             raise DiedError(loss)
         if self.member in loss.blind:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 7)

@@ -59,6 +59,7 @@ class BatchSteps:
         self._due: _Due | None = None
         self._is_dropped = False  # the batch in the user's hands is not trained: further steps by it do nothing
         self.is_void = False  # likewise, since ranks were lost: the samples of its step come again
+        self._is_undone_later = False  # until the script comes back with the void batch
         self._parts: int | None = None  # that this rank had trained when it was handed out
         self._loss: Any = None
 
@@ -159,6 +160,20 @@ class BatchSteps:
         step.cancel()
         return self.is_void
 
+    def begin_void(self) -> None:
+        """All have settled, and have reached what was interrupted. A void batch comes again: what the script still does
+        with this one, such as a forward for another optimizer, must not count twice in buffers.
+        """
+        if self.is_void:
+            self._is_undone_later = True
+            self._worker.engine.step.begin()
+
+    def end_void(self) -> None:
+        """The script asks for the next batch."""
+        if self._is_undone_later:
+            self._is_undone_later = False
+            self._worker.engine.step.cancel()
+
     def train(self, part: Part, micros: Micros) -> bool:
         return self._worker.train_part(self._synchronizer, part, micros)
 
@@ -207,9 +222,10 @@ class BatchSteps:
         step = self._worker.engine.step
         assert isinstance(step, SeveralSteps), "set in connect"
         assert name is not None, "one of several has a name"
-        due.is_updated = True
+        due.is_updated = False  # whoever leaves by an error in here does not end the slot
         try:
             step.update_for(name)
+            due.is_updated = True
         except RankLeftError as left:
             synchronizer = self._synchronizer
             assert isinstance(synchronizer, GradientSync), "only there ranks update together"

@@ -240,6 +240,7 @@ class Loop(LoopCalls):
                 for place in range(len(micros)):
                     self._log.keep()
                     yield self._steps.hand_out(part, micros, place)
+                    self._steps.end_void()
                     if self._has_ended():
                         return
                     self._check_usable()
@@ -256,10 +257,12 @@ class Loop(LoopCalls):
                         break  # the rest was left out, or ranks were lost, in the middle of a step's batches
         except GeneratorExit:
             # Nothing can be raised out of a break: the next call on this loop raises, on the other ranks their step.
-            with suppress(InputError, RankError, KeyboardInterrupt):
-                self._run(self._steps.end_slot)
+            # By an exception of the user's own, perhaps, between two optimizers: where the others can go on without
+            # this rank, it must not tell them that its step is over. After an epoch's last batch a break is fine.
+            if worker.settler is None or worker.axis.ends_epoch(worker.engine.state.trained + 1):
+                with suppress(InputError, RankError, KeyboardInterrupt):
+                    self._run(self._steps.end_slot)
             if self._synchronizer.epoch <= epoch:
-                # By an exception of the user's own, perhaps: where the others can go on without this rank, they do.
                 is_sent = worker.settler is None
                 self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.state.trained}", is_sent)
             return
@@ -322,6 +325,8 @@ class Loop(LoopCalls):
             self._complete(was_interrupted=True)
         elif self._resume.iterated is None:
             self._user_since_ns = self.worker.recorder.enter("user")
+        else:
+            self._steps.begin_void()
         return self._state is not None and self._was_interrupted
 
     def _join_others(self) -> None:

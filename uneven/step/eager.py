@@ -64,6 +64,9 @@ class EagerStep:
     is_captured = False  # takes inputs in place of batches, which it opens inside its graph
     answers_late = False  # whether a step was finite is known when the device has done it
     untimed_steps = 1  # of a new size, before their time is measured
+    # Of the step that has begun, where it has several updates: how many are behind it, and why one was skipped.
+    updates_so_far = 0
+    fault_so_far: Fault | None = None
 
     def __init__(
         self,

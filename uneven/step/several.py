@@ -6,6 +6,9 @@ one optimizer's params and no others, `update_for` sums them over the ranks and 
 [Note: several updates] In the exact policies a rank without samples in a slot runs none of the user's code, and must
 still take part in every update. So each update, and the end of the slot, begins with a small exchange that names it;
 a rank without samples follows what the others name. The slot's statistics travel in the exchange at its end.
+
+[Note: lost between updates] Where a rank is lost after some of a slot's updates, those are the slot's step: it counts
+as trained, and what would have followed is left out on all ranks (`updates_so_far`, train/elastic/settle.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -66,16 +69,20 @@ class OptimizerGroup(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Each member takes its own part: the base class would replace the groups and state that they share."""
         groups = list(state_dict["param_groups"])
-        first = 0
-        for member in self.members.values():
+        for member, state in self.divide(state_dict["state"]):
             own = [groups.pop(0) for _ in member.param_groups]
-            stop = first + sum(len(settings["params"]) for settings in own)
-            state = {place - first: v for place, v in state_dict["state"].items() if first <= place < stop}
+            first = min((place for settings in own for place in settings["params"]), default=0)
             placed = [{**g, "params": [place - first for place in g["params"]]} for g in own]
             member.load_state_dict({"state": state, "param_groups": placed})
-            first = stop
         self.param_groups = [settings for member in self.members.values() for settings in member.param_groups]
-        self.state = _MergedState(self.members)  # type: ignore[assignment]
+
+    def divide(self, state: Mapping[int, Any]) -> Iterator[tuple[Optimizer, dict[int, Any]]]:
+        """Each member with its part of the state of all params, by its own places."""
+        first = 0
+        for member in self.members.values():
+            stop = first + sum(len(settings["params"]) for settings in member.param_groups)
+            yield member, {place - first: values for place, values in state.items() if first <= place < stop}
+            first = stop
 
     def name_of(self, optimizer: Any) -> str:
         """The member that the user means: its name, its place, or the optimizer itself."""
@@ -92,31 +99,31 @@ class _MergedState(MutableMapping[Tensor, Any]):
     """The states of several optimizers as one mapping from params."""
 
     def __init__(self, members: Mapping[str, Optimizer]) -> None:
-        self._states = [member.state for member in members.values()]
+        self._members = list(members.values())  # not their states, which are others when they have loaded one
         self._owner = {
-            param: member.state
+            param: member
             for member in members.values()
             for settings in member.param_groups
             for param in settings["params"]
         }
 
     def __getitem__(self, param: Tensor) -> Any:
-        state = self._owner[param]
+        state = self._owner[param].state
         if param not in state:
             raise KeyError(param)
         return state[param]
 
     def __setitem__(self, param: Tensor, value: Any) -> None:
-        self._owner[param][param] = value
+        self._owner[param].state[param] = value
 
     def __delitem__(self, param: Tensor) -> None:
-        del self._owner[param][param]
+        del self._owner[param].state[param]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (param for state in self._states for param in state)
+        return (param for member in self._members for param in member.state)
 
     def __len__(self) -> int:
-        return sum(map(len, self._states))
+        return sum(len(member.state) for member in self._members)
 
 
 class SeveralSteps(DerivedStep):
@@ -131,9 +138,9 @@ class SeveralSteps(DerivedStep):
         }
         self._begun: set[str] = set()  # members with gradients of this slot that are not used yet
         self._counts: dict[str, Tensor] = {}
-        self._fault: Fault | None = None  # of this slot
-        self._losses: list[tuple[float, float]] = []  # of every rank's meter, by the last update
+        self._losses: list[tuple[float, float]] = []  # of every rank's meter, by the slot's last update
         self._group: Group | None = None
+        self._rank = 0
         self._reducers: dict[str, Reducer] = {}
 
     def connect(
@@ -144,7 +151,7 @@ class SeveralSteps(DerivedStep):
         enter: Callable[[Any], object],
     ) -> None:
         """`is_leaving(row)`: whether a rank's statistics say that it leaves the slot; `enter(state)` records time."""
-        self._group = group
+        self._group, self._rank = group, group.rank
         self._num_stats = num_stats
         self._is_leaving = is_leaving
         self._enter = enter
@@ -155,7 +162,7 @@ class SeveralSteps(DerivedStep):
 
     def backward_for(self, name: str, result: Any, samples: int, slot_samples: int) -> None:
         """Add the gradients of a loss to this optimizer's params, and to no others."""
-        if self._fault is not None:
+        if self.fault_so_far is not None:
             return
         if name not in self._begun:
             self._begun.add(name)
@@ -167,7 +174,7 @@ class SeveralSteps(DerivedStep):
 
     def update_for(self, name: str) -> None:
         """Step this optimizer by the gradients of all ranks; not in a slot that was not finite in an earlier update."""
-        if self._fault is not None:
+        if self.fault_so_far is not None:
             return
         if self._group is not None:
             place = list(self._params).index(name)
@@ -200,24 +207,34 @@ class SeveralSteps(DerivedStep):
     def update(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """The end of a slot, whose updates are done; returns why one of them was skipped, with all that followed."""
         del checks
-        fault, self._fault = self._fault, None
+        fault, self.fault_so_far = self.fault_so_far, None
         if fault is None and self._losses:
-            self.meter.known = self._losses
+            self.meter.learn(self._losses)
         self._has_begun = False
         self.cancel()
         return fault
+
+    def end_update(self) -> None:
+        """[Note: lost between updates]. Of the losses those count that were in the sums, on every rank alike."""
+        super().end_update()
+        if self._losses:
+            self.meter.learn(self._losses)
+            self.meter.restore(self._losses[self._rank])
 
     def cancel(self) -> None:
         super().cancel()
         self._begun.clear()
         self._counts.clear()
-        self._fault = None
+        self._losses = []
+        self.updates_so_far, self.fault_so_far = 0, None
 
     def close(self) -> None:
+        """The group is lost, or its work is done; a rank that is left alone steps by itself."""
         for name, reducer in self._reducers.items():
             reducer.close()
             for param in self._params[name]:
                 param.grad = None  # a view of a bucket
+        self._group, self._reducers = None, {}
 
     def _zero(self, name: str) -> None:
         if self._reducers:
@@ -241,14 +258,16 @@ class SeveralSteps(DerivedStep):
         else:
             grads = [param.grad for param in self._params[name] if param.grad is not None]
             checks = [OwnCheck.from_row(self.own_check(counts, largest_of(grads)).tolist())]
-        self._fault = self.fault_of(checks)
-        if self._fault is not None:
+        self.fault_so_far = self.fault_of(checks)
+        if self.fault_so_far is not None:
+            self.updates_so_far += 1
             self.skip()
             return
         total = total_count(checks)
         member = self.optimizers.members[name]
         self._prepare(member, self._params[name], None if total is None else torch.tensor(total, dtype=torch.float64))
         self.precision.step(member)
+        self.updates_so_far += 1
 
     def _exchange(self, what: int, stats: Sequence[float]) -> list[list[float]]:
         """Name what this rank does next; returns every rank's statistics. RankError where ranks do different things."""

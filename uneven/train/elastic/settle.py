@@ -23,7 +23,7 @@ from uneven.policy.axis import Axis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
-from uneven.step.several import SeveralSteps
+from uneven.step.several import OptimizerGroup, SeveralSteps
 from uneven.train.elastic.shards import has_muon, settle_shards
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
@@ -49,10 +49,15 @@ class Standing:
     fault: Fault | None = None  # why its last step was skipped, if it was
     skips: int = 0  # epochs that a loop of the user's own left out in part
     averages: int = 0  # of buffers, that it has
+    updates: int = 0  # that it has applied of the step after those, where several optimizers step one after the other
 
     @property
     def key(self) -> tuple[int, ...]:
-        return self.settled, self.progress, self.event, self.averages
+        return self.settled, *self.position, self.event, self.averages
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.progress, self.updates
 
     @property
     def is_newcomer(self) -> bool:
@@ -73,7 +78,7 @@ class Settlement:
     @property
     def is_uneven(self) -> bool:
         """Whether somebody who has trained is behind the source, and takes its state over."""
-        return any(one.progress != self.furthest.progress for one in self.standings if not one.is_newcomer)
+        return any(one.position != self.furthest.position for one in self.standings if not one.is_newcomer)
 
     @property
     def has_newcomers(self) -> bool:
@@ -112,8 +117,6 @@ def compare(group: Group, own: Standing) -> Settlement:
 def why_not(engine: Engine) -> str | None:
     """Why the loss of a rank ends this run, whatever on_fault says; None where the others can go on."""
     config = engine.config
-    if isinstance(engine.step, SeveralSteps) and not config.is_local:
-        return "several optimizers step one after the other for a batch; policy='cadence' and 'async' can go on"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
     if needs_checkpoint(engine) and engine.is_own_loop:
@@ -248,6 +251,10 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[int, Any]) -> None:
     A newcomer has captured its step by then: its graph would go on with the tensors that `Optimizer.load_state_dict`
     replaces, learning rates among them.
     """
+    if isinstance(optimizer, OptimizerGroup):
+        for member, own in optimizer.divide(state):
+            load_optimizer_state(member, own)
+        return
     groups, before = optimizer.param_groups, {param: dict(values) for param, values in optimizer.state.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": lay_out(state, optimizer)})
     optimizer.param_groups = groups
@@ -274,10 +281,11 @@ def settle_exact(
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained, or as dropped where the step was skipped. Else the slot is trained
-    again, from the same buffers; it draws new random numbers, since ranks train other samples of it now.
+    again, from the same buffers; it draws new random numbers, since ranks train other samples of it now. Of several
+    optimizers one update is enough, see `end_between_updates`, which comes before this.
     """
     group, source = engine.rank_info.group, settlement.source
-    is_behind = own.progress < settlement.furthest.progress and not own.is_newcomer
+    is_behind = own.position < settlement.furthest.position and not own.is_newcomer
     if engine.strategy is not None:
         if not settle_shards(engine, group, own.members, members):
             return False
@@ -291,6 +299,15 @@ def settle_exact(
     if settlement.has_newcomers:  # now that buffers are those of the last step that counts
         take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
     return True
+
+
+def end_between_updates(before: GradientSync, own: Standing, settlement: Settlement) -> None:
+    """[Note: lost between updates] in step/several.py: who is as far as the furthest one ends the step here.
+
+    Before anybody tells of the run: by then the step is behind the source.
+    """
+    if own.updates and own.position == settlement.furthest.position:
+        before.end_interrupted(was_applied=True, fault=own.fault)
 
 
 def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], axis: Axis) -> list[dict[str, Any]]:

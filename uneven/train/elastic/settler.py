@@ -26,6 +26,7 @@ from uneven.train.elastic.settle import (
     Standing,
     compare,
     config_of,
+    end_between_updates,
     exchange_losses,
     lost_logs,
     needs_checkpoint,
@@ -255,6 +256,8 @@ class Settler:
             before.end_applied()
         own = self._standing(before)
         settlement = compare(group, own)
+        if isinstance(before, GradientSync):
+            end_between_updates(before, own, settlement)
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
         shared = broadcast_json(group, self._shared() if group.rank == source else None, source)
@@ -373,6 +376,8 @@ class Settler:
     def _standing(self, before: Synchronizer | None) -> Standing:
         if before is None:
             return Standing(NEWCOMER, NEWCOMER, NEWCOMER, ())
+        step = self._engine.step
+        updates = 0 if before.is_local else step.updates_so_far
         return Standing(
             self._settled,
             before.done,
@@ -381,9 +386,10 @@ class Settler:
             is_local=before.is_local,
             is_over=self.is_over,
             event_loss=before.event_loss,
-            fault=self._engine.state.dropped.last_fault,
+            fault=step.fault_so_far if updates else self._engine.state.dropped.last_fault,
             skips=len(self._engine.state.skipped),
             averages=before.buffers.averages,
+            updates=updates,
         )
 
     def _generations(self, before: GradientSync | None) -> list[dict[str, Any]]:
