@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from tests.step.token_models import LENGTHS, WORDS, Language, contrastive, masked_losses, own_loss, padded, sample_mean
 from uneven.errors import InputError
-from uneven.step.token_mean import BATCHES, IGNORED, TokenMeanCheck
+from uneven.step.loss import IGNORED
+from uneven.step.token_mean import BATCHES, TokenMeanCheck
 
 Step = Callable[[nn.Module, Any], Any]
 

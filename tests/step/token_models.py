@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from uneven.step.token_mean import IGNORED
+from uneven.step.loss import IGNORED
 
 WORDS = 11
 
@@ -35,7 +35,8 @@ class Language(nn.Module):
         if labels is None:
             return scores
         shifted = (scores[:, :-1], labels[:, 1:]) if self.is_shifted else (scores, labels)
-        loss = F.cross_entropy(shifted[0].flatten(0, 1).float(), shifted[1].flatten(), ignore_index=IGNORED)
+        wide = shifted[0].flatten(0, 1).to(torch.promote_types(scores.dtype, torch.float32))
+        loss = F.cross_entropy(wide, shifted[1].flatten(), ignore_index=IGNORED)
         return {"loss": loss, "logits": scores} if self.is_mapping else SimpleNamespace(loss=loss, logits=scores)
 
 

@@ -61,6 +61,38 @@ def test_a_mean_over_tokens_is_refused_where_batches_of_a_step_are_weighted_by_s
         run(size, **changes)
 
 
+class Plain(Language):
+    """Without BatchNorm, dropout and attention over padding: one device gives the same params."""
+
+    def __init__(self) -> None:
+        super().__init__(is_mapping=True)
+        self.norm, self.head[0] = nn.Identity(), nn.Identity()
+        self.double()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {"shares": (11, 5)}),
+        (3, {"shares": (3, 0, 1)}),
+        (2, {"strategy": "zero2", "shares": (2, 1)}),
+        (2, {"strategy": "fsdp", "shares": (2, 1)}),
+        (1, {"accumulate": 2, "batch_size": 8}),
+        (2, {"accumulate": 2, "batch_size": 4, "policy": "sync"}),
+    ],
+)
+def test_a_step_may_return_the_output_itself(size: int, changes: dict[str, Any]) -> None:
+    def run(size: int, **changes: Any) -> Any:
+        step: Any = lambda model, batch: model(**batch)  # noqa: E731
+        return train(size, step=step, dataset=DATA, make_model=lambda _: Plain(), **changes)
+
+    ours = run(size, **{"global_batch_size": 16, **({"batch_size": 16} | changes)})
+    dense = run(1, batch_size=16)[0]
+    for name, param in params(dense).items():
+        torch.testing.assert_close(params(ours[0])[name], param, rtol=1e-10, atol=1e-10)
+    assert ours[0].state.history[-1]["train_loss"] == pytest.approx(dense.state.history[-1]["train_loss"])
+
+
 @pytest.mark.parametrize(
     ("size", "changes"),
     [

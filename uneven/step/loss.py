@@ -1,22 +1,89 @@
 """Losses: what a train step may return, and the meter that adds them up.
 
-A train step returns the batch's mean loss, or (loss_sum, count); anything else is refused in one line. Ranks of an
+A train step returns the batch's mean loss, (loss_sum, count), or the output of a model of transformers, whose count
+is found by its labels; anything else is refused in one line. Ranks of an
 exact policy tell each other with every step what their meters hold (finite.py, OwnCheck), so that the losses of a lost
 rank count in its epoch (train/elastic/settle.py).
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.errors import InputError
 
 WANTED = "it must return the batch's mean loss as one scalar tensor, or (loss_sum, count)"
+IGNORED = -100  # torch's ignore_index, and the label that transformers pads with
+
+# Rounding of a loss, relative: of params in fp32 or fp64, and in half precision.
+EXACT, ROUNDED = 1e-6, 3e-5
+
+
+class OutputStep:
+    """The user's train step, which may return an output with a loss: then its loss comes back as read_loss takes it.
+
+    [Note: the count of an output] The loss of an output is a mean over the labels of the batch that are not -100. A
+    language model that predicts the next token leaves out the first one of each sample, and nothing in the output says
+    so. But its logits do: whichever mean of their cross entropy is the loss, with this shift or without, is it for
+    good. So the first output settles it, on each rank by itself and without a further forward.
+    """
+
+    def __init__(self, train_step: Callable[[nn.Module, Any], Any]) -> None:
+        self._train_step = train_step
+        self._shift: int | None = None  # labels that each sample leaves out at its beginning, once it is known
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        result = self._train_step(model, batch)
+        loss = loss_of_output(result)
+        if loss is None:
+            return result
+        labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+        if labels is None or (isinstance(labels, Tensor) and labels.is_floating_point()):
+            return loss  # a mean over samples, as any other
+        if self._shift is None:
+            self._shift = _find_shift(result, loss.detach(), labels)
+        count = (_without_first(labels, self._shift or 0) != IGNORED).sum()
+        return torch.where(count > 0, loss, 0) * count, count  # without labels the mean is 0 / 0
+
+
+def loss_of_output(result: Any) -> Tensor | None:
+    """The loss of an output, as models of transformers make it: an attribute, or an entry of a mapping."""
+    if isinstance(result, Tensor | tuple):
+        return None
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _find_shift(output: Any, loss: Tensor, labels: Any) -> int | None:
+    """How many labels each sample leaves out at its beginning; None where the batch has none. InputError if unknown."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(labels, Tensor) and bool((labels == IGNORED).all()):
+        return None
+    if isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.shape[:-1] == labels.shape:
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        noise = EXACT if logits.dtype.itemsize >= 4 else ROUNDED
+        for shift in range(min(2, labels.ndim)):
+            scores = wide[:, : wide.shape[1] - shift] if labels.ndim > 1 else wide
+            mean = F.cross_entropy(
+                scores.reshape(-1, wide.shape[-1]), _without_first(labels, shift).reshape(-1), ignore_index=IGNORED
+            )
+            if abs(float(mean) - float(loss)) <= noise * abs(float(loss)):
+                return shift
+    raise InputError(
+        "the train step returned an output whose loss is not the mean cross entropy of its .logits with "
+        "batch['labels'], so the labels that it is a mean over are not known: return (out.loss * count, count), where "
+        "count is their number as a tensor"
+    )
+
+
+def _without_first(labels: Tensor, count: int) -> Tensor:
+    return labels[:, count:] if count else labels
 
 
 def read_loss(result: Any) -> tuple[Tensor, Any]:
@@ -30,9 +97,8 @@ def read_loss(result: Any) -> tuple[Tensor, Any]:
         if not is_number(count):
             raise InputError(f"the train step returned (loss, {describe(count)}); {WANTED}: nothing else beside it")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        hint = ": return its .loss" if isinstance(getattr(loss, "loss", None), Tensor) else ""
+        hint = ": pass its .loss" if loss_of_output(loss) is not None else ""
         hint = ": return the tensor, without .item()" if isinstance(loss, float) else hint
-        hint = ': return its ["loss"]' if type(loss) is dict and isinstance(loss.get("loss"), Tensor) else hint
         raise InputError(f"the train step returned {describe(loss)}; {WANTED}{hint}")
     if not loss.requires_grad:
         raise InputError(

@@ -20,14 +20,11 @@ from torch import Tensor, nn
 
 from uneven.data.batches import rows_of
 from uneven.errors import InputError
+from uneven.step.loss import EXACT, IGNORED, ROUNDED
 from uneven.step.no_trace import no_trace_of_forward
 
 WHOLE = (torch.int16, torch.int32, torch.int64)
-IGNORED = -100  # torch's ignore_index, and the label that transformers pads with
 BATCHES = 4  # that are looked at, until one has samples with more and with fewer tokens
-
-# Rounding of a loss, relative: of params in fp32 or fp64, and in half precision.
-EXACT, ROUNDED = 1e-6, 3e-5
 
 TrainStep = Callable[[nn.Module, Any], Any]
 Named = list[tuple[str, Tensor]]

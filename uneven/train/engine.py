@@ -5,6 +5,7 @@ RunState (train/state.py). What it runs before the group forms, to compile and t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from uneven.results.state import read_structure
 from uneven.step.captured import CapturedStep
 from uneven.step.eager import BeforeUpdate, EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict
+from uneven.step.loss import OutputStep
 from uneven.step.precision import Precision, check_slice
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
@@ -55,6 +57,8 @@ class Engine:
     """
 
     def __init__(self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder) -> None:
+        if not task.is_own_loop:
+            task = replace(task, train_step=OutputStep(task.train_step))
         self.task = task
         self.config = config
         self.rank_info = rank_info
