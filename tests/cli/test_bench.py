@@ -23,7 +23,7 @@ def test_list_shows_every_model_and_mode() -> None:
     done = uneven("bench", "list", "--json")
     assert done.returncode == 0
     listed = json.loads(done.stdout)
-    assert [row["name"] for row in listed["models"]] == list(models.NAMES)
+    assert [row["name"] for row in listed["models"]] == [*models.NAMES, *models.LARGE]
     assert listed["modes"] == list(modes.NAMES)
     assert "sync" in listed["modes"]
 

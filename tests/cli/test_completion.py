@@ -64,9 +64,9 @@ def test_completing_loads_no_torch() -> None:
 
 
 def test_names_that_are_spelled_out_are_the_real_ones() -> None:
-    from uneven.bench.models import NAMES
+    from uneven.bench.models import LARGE, NAMES
     from uneven.cli.data import SETS
     from uneven.data import datasets
 
-    assert complete.MODELS == NAMES
+    assert complete.MODELS == NAMES + LARGE
     assert datasets.names() == SETS

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.models.sets import WINDOW
+from uneven.bench.models.sets import KINDS, WINDOWS
 from uneven.bench.single.folders import RunRecord, read_run, read_timeline
 from uneven.bench.single.process import flags, run_uneven
 from uneven.config import RunConfig, settings_of
@@ -105,7 +105,7 @@ def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scali
     """Make all runs; `report` gets lines of progress. RankError with the run's message if one fails."""
     recipe = models.get(order.model)
     _check(order)
-    tokens = WINDOW if recipe.data == "shakespeare" else 1
+    tokens = WINDOWS.get(KINDS[recipe.data], 1)
     runs: dict[int, list[RunRecord]] = {ranks: [] for ranks in order.ranks}
     with tempfile.TemporaryDirectory(prefix="uneven-scaling-") as home:
         for repeat in range(order.repeats):

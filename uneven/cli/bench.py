@@ -76,7 +76,7 @@ def list_models(as_json: Json = False) -> None:
     from uneven.bench import models
     from uneven.bench.single.modes import NAMES
 
-    recipes = [models.get(name) for name in models.NAMES]
+    recipes = [models.get(name) for name in models.NAMES + models.LARGE]
     rows = [
         ModelRow(
             name=one.name,

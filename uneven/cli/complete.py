@@ -10,7 +10,10 @@ from contextlib import suppress
 Complete = Callable[[str], list[str]]
 
 # Names that are spelled out here because the modules they belong to load torch; tests/cli/test_completion.py compares.
-MODELS = ("logistic", "mlp", "lenet", "conv-ae", "char-rnn", "gpt-nano", "resnet-20", "resnet-graph")
+MODELS = (
+    *("logistic", "mlp", "lenet", "conv-ae", "char-rnn", "gpt-nano", "resnet-20", "resnet-graph"),
+    *("gpt2", "gpt-25m", "resnet-18", "resnet-50", "vit-b16"),
+)
 
 
 def one_of(words: Iterable[str]) -> Complete:

@@ -21,7 +21,7 @@ import uneven
 from uneven.api.loop_inputs import check_loop
 from uneven.bench import models
 from uneven.bench.models.recipe import Recipe
-from uneven.bench.models.sets import TensorSet, load_set
+from uneven.bench.models.sets import KINDS, TensorSet, load_set
 from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION, write_file
 from uneven.bench.single.modes import Mode, resolve_mode, run_folder
 from uneven.bench.undisturbed import measure_undisturbed
@@ -321,7 +321,7 @@ def _confined_to(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
-    expected = {"mnist": "28x28", "cifar10": "32x32", "shakespeare": "text"}[recipe.data]
+    expected = KINDS[recipe.data]
     if data.kind != expected:
         raise InputError(f"{recipe.name} is made for {recipe.data} ({expected}), not for {name} ({data.kind})")
 
