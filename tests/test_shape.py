@@ -101,6 +101,28 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
+# The modules of train/ from top to bottom, on two levels: ranks together, and one rank by itself.
+TRAIN_TOGETHER = (
+    *("segment", "worker", "settler", "settle", "run_events", "gradient_sync", "local_sgd", "local_state", "policies"),
+    *("saves", "saved_state", "synchronizer"),
+)
+TRAIN_ALONE = ("prepare", "callbacks", "engine", "rank_info", "state", "requests")
+
+
+def test_train_has_few_modules_each_of_which_imports_only_those_below_it() -> None:
+    order = (*TRAIN_TOGETHER, *TRAIN_ALONE)
+    paths = [path for path in FILES if room_of(path) == "train" and path.name != "__init__.py"]
+    assert {str(path.relative_to(PACKAGE / "train")) for path in paths} == {f"{name}.py" for name in order}
+    assert len(order) <= 18
+    wrong = [
+        f"train/{path.name} must not import {name}"
+        for path in paths
+        for name in imported_modules(path)
+        if name.startswith("uneven.train.") and name.split(".")[2] in order[: order.index(path.stem)]
+    ]
+    assert wrong == []
+
+
 def test_only_the_graph_class_imports_the_drawing_of_graphs() -> None:
     users = [path for path in FILES if "uneven.graph.drawing" in imported_modules(path)]
     assert users == [PACKAGE / "graph" / "graph.py"]

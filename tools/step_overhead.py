@@ -44,10 +44,10 @@ from uneven.timeline.record import Recorder
 from uneven.train import gradient_sync
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.inbox import Inbox
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 from uneven.train.state import RunState
+from uneven.train.synchronizer import Inbox
 from uneven.train.worker import Worker
 
 BATCH = 64

@@ -54,7 +54,7 @@ from uneven.hardware.throttle import Throttle
 from uneven.policy.axis import Slot, part_of
 from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import ExactPolicy, Fixed, Move
-from uneven.train.agreement import check_agreement
+from uneven.train.synchronizer import check_agreement
 
 
 class StepShares:

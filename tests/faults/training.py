@@ -31,7 +31,7 @@ from uneven import Callback, TensorData, fit
 from uneven.launch.membership import StoreMembership
 from uneven.launch.watch import lost
 from uneven.launch.watch.watch import Watch
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 
 DUMP = signal.SIGUSR2  # prints the stacks of all threads to stack-PID
 JOIN_S, JOIN_PAUSE_S = 40.0, 0.5  # how long a run waits for who is to join, and by how much in each step

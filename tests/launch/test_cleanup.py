@@ -17,7 +17,7 @@ from uneven.hardware.roster import Roster
 from uneven.launch import cleanup
 from uneven.launch.local_ranks import LocalRanks, RunPlan
 from uneven.launch.processes import RankProcesses, describe_exit
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from uneven.launch import membership as membership_module
 from uneven.launch.heartbeat import heartbeat_key
 from uneven.launch.membership import LEFT_S, WAITING_S, RunStart, Steps, StoreMembership, patience_s
 from uneven.launch.newcomer import OVER, announce_run
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 
 PAIR = Generation(1, ROSTER.without([2]), MEMBERS[:2], "lost (2,)")
 

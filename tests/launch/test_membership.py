@@ -41,8 +41,7 @@ from uneven.launch.membership import RunStart, Steps, StoreMembership, waiting_l
 from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
 from uneven.launch.rank_place import RankPlace
 from uneven.launch.watch.generations import Generations
-from uneven.train.membership import Generation
-from uneven.train.rank_info import RankInfo
+from uneven.train.rank_info import Generation, RankInfo
 
 CONFIG = RunConfig(batch_size=4, epochs=1, devices="cpu,cpu,cpu", backend="gloo")
 

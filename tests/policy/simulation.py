@@ -318,7 +318,7 @@ class _Trips:
 
     @property
     def trip_ms(self) -> float:
-        return typical_ms(self._seen[1:])  # as train/claims.py does
+        return typical_ms(self._seen[1:])  # as train/policies.py does
 
     def ask(self, count: int) -> None:
         cluster = self._rank.cluster

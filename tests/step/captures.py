@@ -75,7 +75,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     OnCpu.made, OnCpu.alive, UpdateOnCpu.made = [], [], 0
     monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
     monkeypatch.setattr("uneven.step.captured_optimizer.Capture", UpdateOnCpu)
-    monkeypatch.setattr("uneven.train.warm_up.can_capture", lambda _: True)
+    monkeypatch.setattr("uneven.train.prepare.can_capture", lambda _: True)
     return OnCpu.made
 
 

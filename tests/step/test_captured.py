@@ -26,9 +26,9 @@ from uneven.step.eager import BeforeUpdate
 from uneven.step.finite import OwnCheck
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
+from uneven.train.prepare import find_cap, measure, warm_up
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.requests import Requests
-from uneven.train.warm_up import find_cap, measure, warm_up
 from uneven.train.worker import Worker
 
 
@@ -188,7 +188,7 @@ def test_shares_move_at_the_same_slot_where_only_one_rank_captures(
 ) -> None:
     """A rank with captured steps tells its policy of a step when the next one is under way, an eager one at once."""
     first = iter([True])
-    monkeypatch.setattr("uneven.train.warm_up.can_capture", lambda _: next(first, False))
+    monkeypatch.setattr("uneven.train.prepare.can_capture", lambda _: next(first, False))
     note = Balanced.note
 
     slow: list[int] = []

@@ -18,8 +18,7 @@ from uneven.comm.work import Work
 from uneven.errors import GroupLostError, Left
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.train.membership import Generation
-from uneven.train.rank_info import RankInfo
+from uneven.train.rank_info import Generation, RankInfo
 
 T = TypeVar("T")
 LIMIT_S = 60.0

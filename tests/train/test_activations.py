@@ -11,8 +11,8 @@ from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.timeline.record import Recorder
-from uneven.train.apply_strategy import choose_activations
 from uneven.train.engine import Engine
+from uneven.train.prepare import choose_activations
 from uneven.train.rank_info import RankInfo
 
 
@@ -51,7 +51,7 @@ class Deep(nn.Module):
 
 def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(budget: float | None) -> tuple[list[int], list[str]]:
-        monkeypatch.setattr("uneven.train.apply_strategy.activation_budget", lambda _: budget)
+        monkeypatch.setattr("uneven.train.prepare.activation_budget", lambda _: budget)
         config = resolve({"batch_size": 32, "epochs": 1, "activations": "auto"})
         task = Task(Deep, OPTIMIZERS["sgd"], mean_loss, TensorData(X.double(), Y))
         engine = Engine(task, config, RankInfo(0, parse_devices(["cpu"])), Recorder(0))

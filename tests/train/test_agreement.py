@@ -12,7 +12,7 @@ from tests.api.loops import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.exact_runs import Net
 from uneven.errors import InputError, LeftLoopError
-from uneven.train.agreement import check_replicas
+from uneven.train.synchronizer import check_replicas
 
 
 def said(code: str, **options: Any) -> list[str]:

@@ -14,7 +14,7 @@ from uneven.errors import InputError
 from uneven.step.capture import refuse_assigned
 from uneven.step.eager import EagerStep
 from uneven.step.precision import Precision
-from uneven.train.built import build_model
+from uneven.train.engine import build_model
 
 
 class Running(Net):

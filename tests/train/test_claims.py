@@ -28,8 +28,8 @@ from uneven.policy.slot_schedule import SlotSchedule
 from uneven.results.checkpoint import read_checkpoint
 from uneven.results.state import TrainedState
 from uneven.timeline.record import Recorder
-from uneven.train import claims as claims_module
-from uneven.train.claims import SlotClaims
+from uneven.train import policies as claims_module
+from uneven.train.policies import SlotClaims
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker

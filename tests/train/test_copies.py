@@ -18,9 +18,8 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.results.checkpoint import read_checkpoint, seal, write_rank_part
 from uneven.results.checkpoint_folders import find_checkpoints
-from uneven.train.copies import Copies
 from uneven.train.rank_info import RankInfo
-from uneven.train.saves import Saves
+from uneven.train.saves import Copies, Saves
 
 HOSTS = ("lab-a", "lab-b")
 

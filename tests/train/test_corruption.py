@@ -13,7 +13,7 @@ from tests.train.clusters import Leader, Loss
 from tests.train.elastic.lossy_local_runs import check, train, undisturbed
 from uneven.average.background import BackgroundAverage
 from uneven.errors import RankError
-from uneven.train.elastic import settle_local
+from uneven.train import settle
 from uneven.train.local_sgd import LocalSGD
 
 pytestmark = pytest.mark.usefixtures("equal_speeds")
@@ -148,7 +148,7 @@ def test_an_average_that_changes_on_its_way_to_a_rank_that_is_behind_is_not_merg
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """m1 dies with the sum that commits a round, which m2 does not get; m2 is sent the average with a flipped bit."""
-    gather = settle_local.gather_checksums
+    gather = settle.gather_checksums
 
     def gathered(group: Any, tensors: list[Tensor]) -> list[int]:
         if (group.member, group.generation) == ("m2", 1):
@@ -156,7 +156,7 @@ def test_an_average_that_changes_on_its_way_to_a_rank_that_is_behind_is_not_merg
         return gather(group, tensors)
 
     begun, _ = undisturbed(4, "async", 1, is_evaluated=False)
-    monkeypatch.setattr(settle_local, "gather_checksums", gathered)
+    monkeypatch.setattr(settle, "gather_checksums", gathered)
     loss = Loss("m1", begun + 2, after=True, blind=frozenset({"m2"}))
     found, leader = train(4, [loss], policy="async", verify=True, failing=["m2"], epochs=1)
     check(found, epochs=1)

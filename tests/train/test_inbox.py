@@ -10,9 +10,9 @@ from tests.train.elastic.lossy_runs import train
 from uneven.config import read_every, resolve
 from uneven.hardware.device import parse_devices
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.inbox import Inbox, Wish
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
+from uneven.train.synchronizer import Inbox, Wish
 
 AT_ONCE = "0.0000001 s"  # over with every step
 STEPS = 6

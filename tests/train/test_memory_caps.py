@@ -18,8 +18,8 @@ from uneven.hardware.device import parse_devices
 from uneven.policy.finish import Cost
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
+from uneven.train.prepare import measure
 from uneven.train.rank_info import RankInfo, RankResult
-from uneven.train.warm_up import measure
 
 
 def shares_of(results: list[RankResult], slot: int) -> list[int]:

@@ -150,7 +150,7 @@ def test_muon_runs_its_three_phases_in_fit(monkeypatch: pytest.MonkeyPatch) -> N
         return plain(self, closure)
 
     monkeypatch.setattr(torch.optim.Muon, "step", count)
-    monkeypatch.setattr("uneven.train.apply_strategy._make_replicated", None)
+    monkeypatch.setattr("uneven.train.prepare._make_replicated", None)
     train(2, optimizer="muon", shares=(1, 1), global_batch_size=35, epochs=1)
     assert updated == [1, 1] * 2, "two slots, and each rank orthogonalises the matrix that it owns"
 

@@ -18,7 +18,7 @@ from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
-from uneven.train.built import describe_schedule, make_schedule
+from uneven.train.engine import describe_schedule, make_schedule
 
 lengths: list[int] = []
 

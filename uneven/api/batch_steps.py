@@ -20,9 +20,8 @@ from uneven.errors import InputError
 from uneven.parallel.elementwise import changes_nothing
 from uneven.policy.axis import Part
 from uneven.step.several import OptimizerGroup, RankLeftError, SeveralSteps
-from uneven.train.agreement import RankStatus, check_status
 from uneven.train.gradient_sync import GradientSync, StepStats
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.synchronizer import RankStatus, Synchronizer, check_status
 from uneven.train.worker import Worker
 
 

@@ -25,8 +25,7 @@ from uneven.errors import InputError, LeftLoopError, RankError
 from uneven.policy.axis import Part
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
-from uneven.train.agreement import RankStatus
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.synchronizer import RankStatus, Synchronizer
 from uneven.train.worker import UNMEASURED, Worker
 
 

@@ -22,9 +22,8 @@ from uneven.errors import InputError, LeftLoopError, RankError
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.several import OptimizerGroup
-from uneven.train.agreement import RankStatus
-from uneven.train.resume import Resumed, find_end
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.saved_state import Resumed, find_end
+from uneven.train.synchronizer import RankStatus, Synchronizer
 from uneven.train.worker import Worker
 
 

@@ -15,7 +15,7 @@ that, to the caller.
 [Note: a round counts or it does not] A round is committed on a rank when its last sum has completed there. Until then
 nothing is changed that a rank could not go back to: the snapshot, the last average that was agreed upon (in another
 buffer than the sum) and the buffers' last averages stay as they are. Where ranks are lost with a round in flight, some
-have it and others do not: `abandon` tells which, and train/elastic/settle_local.py brings the rest up to it by
+have it and others do not: `abandon` tells which, and train/settle.py brings the rest up to it by
 `roll_forward`. tests/average/test_abandoned.py fails either sum on some ranks only.
 """
 

@@ -98,7 +98,7 @@ class BufferAverage:
         """A collective. `samples` is this rank's weight: what it has trained since the last time.
 
         Everything is received before anything is changed: where a rank is lost, whoever is left has all of it or
-        nothing, and `averages` tells which (train/elastic/settle.py).
+        nothing, and `averages` tells which (train/settle.py).
         """
         if group.world_size == 1 or not (self._floats or self._integers):
             return

@@ -1,6 +1,6 @@
 """What to train: the user's factories, train step and data, checked before anything starts. Imports no torch.
 
-What the functions return is checked where they are called: models and optimizers in train/built.py, losses in
+What the functions return is checked where they are called: models and optimizers in train/engine.py, losses in
 step/loss.py, metrics in step/evaluation.py.
 """
 

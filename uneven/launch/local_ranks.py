@@ -23,7 +23,7 @@ from uneven.launch.processes import RankProcesses
 from uneven.machines.addresses import interface_of
 
 if TYPE_CHECKING:
-    from uneven.train.membership import Generation  # imports torch
+    from uneven.train.rank_info import Generation  # imports torch
 
 
 @dataclass(frozen=True)

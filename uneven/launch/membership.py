@@ -38,9 +38,7 @@ from uneven.launch.heartbeat import (
 )
 from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
 from uneven.launch.watch.lost import WAITING_PHASES, silence_allowed_s
-from uneven.train.elastic.settler import PARTING
-from uneven.train.membership import Generation
-from uneven.train.rank_info import RankInfo
+from uneven.train.rank_info import PARTING, Generation, RankInfo
 
 POLL_S = 0.02
 ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost

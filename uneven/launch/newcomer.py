@@ -17,7 +17,7 @@ from uneven.config import RunConfig
 from uneven.errors import RefusedError
 from uneven.launch.checks.parity import PER_RANK_SETTINGS, compare_sets, describe_order, describe_sets
 from uneven.launch.environment import LaunchEnvironment
-from uneven.train.elastic import settle
+from uneven.train import settle
 from uneven.train.worker import Worker
 
 RUN = 1  # the run of a script that can be joined

@@ -21,8 +21,7 @@ from uneven.launch.heartbeat import GENERATION_KEY, SIGNAL_KEY, roster_key
 from uneven.launch.membership import RunStart, Steps, StoreMembership, form_ranks, has_crowd, waiting_limit_s
 from uneven.launch.run_status import Output
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
-from uneven.train.rank_info import RankInfo
+from uneven.train.rank_info import Generation, RankInfo
 from uneven.train.worker import Worker
 
 NOT_OVER: Mapping[str, Any] = MappingProxyType({"is_past": False})

@@ -22,8 +22,7 @@ from uneven.launch.context import ProcessContext
 from uneven.launch.run_status import Output
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
-from uneven.timeline.timeline import Timeline
-from uneven.train.elastic.lane_records import gone_lane, why_gone
+from uneven.timeline.timeline import LEFT, LOST, Ended, Timeline
 from uneven.train.rank_info import RankResult
 from uneven.train.requests import Requests
 from uneven.train.worker import Worker
@@ -141,3 +140,49 @@ def read_state(folder: Path) -> TrainedState:
     """What `write_state` wrote, log and timeline included."""
     timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
     return replace(TrainedState.load(folder), folder=None, timeline=timeline)
+
+
+def gone_lane(
+    found: Mapping[str, Any], rank: int, counted: int | None, why: str, present: Sequence[Timeline]
+) -> Timeline:
+    """The timeline of a member that is gone, from what `read` found; `present` are those of the ranks at the end.
+
+    `rank` is the place of its log among all logs, after those of the ranks at the end; `counted` the samples in it.
+    """
+    timeline = Timeline.from_json(found["timeline"])
+    samples = max(0, (counted or 0) - int(found["restored"]))
+    ended = Ended(LEFT if found["has_left"] else LOST, why)
+    number, machines = _place(timeline, present)
+    lanes = [
+        replace(
+            lane,
+            rank=rank,
+            machine=number,
+            samples=samples,
+            redone=max(0, int(found["trained"]) - samples),
+            ended=ended,
+        )
+        for lane in timeline.lanes
+    ]
+    accounts = [replace(account, rank=rank) for account in timeline.accounts]
+    events = [replace(event, rank=rank) for event in timeline.events]
+    return replace(timeline, lanes=lanes, accounts=accounts, events=events, machines=machines)
+
+
+def _place(timeline: Timeline, present: Sequence[Timeline]) -> tuple[int, tuple[Any, ...]]:
+    """The number of its machine among those of the run's end: machines are numbered anew when one is gone."""
+    (machine,), known = timeline.machines, {one.number: one.host for other in present for one in other.machines}
+    others = (number for number, host in known.items() if number > 0 and host == machine.host)
+    number = 0 if machine.number == 0 else next(others, max(known, default=0) + 1)
+    return number, (replace(machine, number=number),)
+
+
+def why_gone(segments: Sequence[Mapping[str, Any]], member: str) -> str:
+    """What the run said when this member was not among its ranks any more."""
+    was_there = False
+    for segment in segments:
+        is_there = member in segment.get("members", ())
+        if was_there and not is_there:
+            return str(segment.get("why", ""))
+        was_there |= is_there
+    return ""

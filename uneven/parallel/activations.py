@@ -2,7 +2,7 @@
 
 A block's activations are kept, recomputed in backward (activation checkpointing) or offloaded to host memory. `auto`
 measures how many bytes each block keeps and recomputes the largest blocks until the rest fits a budget. The setting
-`activations` of a run ends up here (train/apply_strategy.py).
+`activations` of a run ends up here (train/prepare.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -24,9 +24,9 @@ from uneven.step.measure import measure_sum_ms
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.prepare import capture, warm_up
 from uneven.train.rank_info import RankInfo
 from uneven.train.segment import LEAST_WINDOWS, GradientSyncSegments, LocalSGDSegments, Segment
-from uneven.train.warm_up import capture, warm_up
 from uneven.train.worker import Worker
 
 CHUNKS = 3  # each kind of stretch comes so often, in turn, unless steps are long: the machine's speed drifts

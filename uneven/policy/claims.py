@@ -3,7 +3,7 @@
 A claim is one round trip to the counter that all ranks share. Where that is cheap beside the slots claimed, the rank
 waits for it. Where it is not (ranks on several machines), the rank asks for its next slots while it still trains the
 ones it holds, so that in the steady state it waits for no claim. It holds no more than that takes: slots held by a
-slow rank are slots that no other rank can take. Pure arithmetic: train/claims.py has the thread and the clock.
+slow rank are slots that no other rank can take. Pure arithmetic: train/policies.py has the thread and the clock.
 """
 
 import math

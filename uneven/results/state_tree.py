@@ -2,7 +2,7 @@
 
 An optimizer's state, or what a user keeps in a checkpoint, is dicts, lists, tuples, tensors and plain values in any
 nesting. `split_tree` takes the tensors out under their paths and leaves a skeleton that JSON can hold; `join_tree`
-puts both together again, with the same types. Used by train/saves.py and train/resume.py.
+puts both together again, with the same types. Used by train/saves.py and train/saved_state.py.
 """
 
 from collections.abc import Mapping

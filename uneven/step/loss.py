@@ -3,7 +3,7 @@
 A train step returns the batch's mean loss, (loss_sum, count), or the output of a model of transformers, whose count
 is found by its labels; anything else is refused in one line. Ranks of an
 exact policy tell each other with every step what their meters hold (finite.py, OwnCheck), so that the losses of a lost
-rank count in its epoch (train/elastic/settle.py).
+rank count in its epoch (train/settle.py).
 """
 
 import warnings

@@ -8,7 +8,7 @@ still take part in every update. So each update, and the end of the slot, begins
 a rank without samples follows what the others name. The slot's statistics travel in the exchange at its end.
 
 [Note: lost between updates] Where a rank is lost after some of a slot's updates, those are the slot's step: it counts
-as trained, and what would have followed is left out on all ranks (`updates_so_far`, train/elastic/settle.py).
+as trained, and what would have followed is left out on all ranks (`updates_so_far`, train/settle.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence

@@ -6,7 +6,7 @@ fewer: its gradients are wrong wherever a step is cut, by less than a percent, a
 that may be one is tried on parts of a batch. If it is one, the parts weighted by tokens give the loss of the whole, and
 weighted by samples they do not. A loss over the whole batch, as a contrastive one, fits neither and is let alone.
 
-Called by train/warm_up.py. Forwards alone are run, in eval mode, and leave nothing behind.
+Called by train/prepare.py. Forwards alone are run, in eval mode, and leave nothing behind.
 """
 
 import dataclasses

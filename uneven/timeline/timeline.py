@@ -2,8 +2,8 @@
 
 The worker makes one per rank with `Timeline.of`, the launcher merges them, and idle, lanes, curves, page and export
 read the result. Merged, all times are on the clock of the first machine (clock.py). Invariants: the spans of a lane are
-in order and have no gaps; everyone who took part has a lane, also a rank that was lost or has left (train/elastic/
-lane_records.py). The JSON form is described in export.py.
+in order and have no gaps; everyone who took part has a lane, also a rank that was lost or has left (train/settler.py).
+The JSON form is described in export.py.
 
 [Note: speed of a run] The samples that this part of the run has trained, since it was started or resumed last, over its
 training time. The last lines of a run, its page, `uneven run --json` and timeline.json take it from here.

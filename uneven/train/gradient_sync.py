@@ -2,9 +2,13 @@
 
 Each rank's statistics (StepStats: its own time, a stop request, a fingerprint of its policy) travel in the last
 gradient bucket, so agreeing on shares costs no collective of its own. One rank alone takes the same path without a sum.
+
+Where the run can go on without a rank (train/settle.py), StepGuard keeps what makes the loss of one cost no more than
+the step in progress: the part of the step that has begun, and every rank's shares since this generation began, from
+which the log of a lost rank is made.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,15 +27,24 @@ from uneven.policy.ledger import Ledger
 from uneven.step.captured import check_capturable
 from uneven.step.finite import Fault, OwnCheck, Verdict
 from uneven.timeline.record import Recorder
-from uneven.train.agreement import RankStatus, check_agreement, check_replicas, check_status, take_first
-from uneven.train.apply_strategy import apply_strategy
 from uneven.train.engine import Engine
-from uneven.train.inbox import Inbox, Wish, request_event, wished
 from uneven.train.policies import advise, capture_ahead, make_exact_policy
+from uneven.train.prepare import apply_strategy
 from uneven.train.rank_info import RankInfo
 from uneven.train.state import BadStep, count_skipped
-from uneven.train.step_guard import StepGuard
-from uneven.train.synchronizer import EventCall, Stragglers
+from uneven.train.synchronizer import (
+    EventCall,
+    Inbox,
+    RankStatus,
+    Stragglers,
+    Wish,
+    check_agreement,
+    check_replicas,
+    check_status,
+    request_event,
+    take_first,
+    wished,
+)
 
 
 class StepStats(NamedTuple):
@@ -103,6 +116,83 @@ class StepTimer:
         """The time of the user's own code since the last call."""
         user_ms, self._user_ns = self._user_ns / 1e6, 0
         return user_ms
+
+
+Log = list[tuple[int, int, int]]
+
+
+class StepGuard:
+    """Life cycle: one per generation; `plan` for every slot, `begin` and `done` around every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._first = engine.state.trained
+        self._plan: list[tuple[int, tuple[int, ...]]] = []  # (from this position on, shares)
+        self._dropped: set[int] = set()  # slots of which all ranks dropped their parts
+        self._left_out: list[tuple[int, int]] = []  # positions that a loop of the user's own left out
+        self._part: Part | None = None  # of the step that has begun
+        self._losses: list[tuple[float, float]] = []  # that were known before the step
+        self._updates = 0  # of the strategy before the step, where it counts them
+
+    def plan(self, position: int, shares: tuple[int, ...]) -> None:
+        """These are the shares of the slot at this position; called in order, maybe ahead of the step."""
+        if not self._plan or self._plan[-1][1] != shares:
+            self._plan.append((position, shares))
+
+    def begin(self, part: Part) -> None:
+        """Before the part's forward. A loop of the user's own runs that itself: then the step begins it once more."""
+        if self._part == part:
+            return
+        self._part, self._updates = part, self._engine.updates
+        self._losses = self._engine.meter.known
+
+    def done(self) -> None:
+        self._part = None
+
+    def leave_out(self, end: int) -> None:
+        """All ranks leave out what follows the last step, up to this position; so the step that has begun, too."""
+        self._left_out.append((self._engine.state.trained, end))
+        self._part = None
+
+    def note_dropped(self, slots: Iterable[int]) -> None:
+        self._dropped.update(slots)
+
+    def end_applied(self) -> None:
+        """A sharded step is applied before its params are sent: one that was interrupted after that counts."""
+        if self._part is not None and self._engine.updates > self._updates:
+            self.end_interrupted(was_applied=True, fault=None)
+
+    def end_interrupted(self, was_applied: bool, fault: Fault | None) -> list[BadStep]:
+        """The group is lost, perhaps inside a step. `was_applied`: a survivor has been through the step, so it counts,
+        or it was skipped for this `fault` and is returned.
+
+        A step that is skipped or done again leaves buffers and loss meter as before it.
+        """
+        engine = self._engine
+        part = self._part
+        self._part = None
+        if part is None:
+            assert not was_applied, "a rank is behind only where it was interrupted"
+            return []
+        if was_applied and fault is None:
+            engine.step.end_update()
+        engine.step.cancel()
+        if was_applied:
+            return engine.state.commit(part, lambda: fault, engine.state.trained + 1, engine.late_verdicts)
+        engine.meter.learn(self._losses)
+        return []
+
+    def record(self) -> dict[str, Any]:
+        """The steps of this generation up to the last one that is applied here, for `log_of` in settle.py; as JSON."""
+        engine = self._engine
+        return {
+            "first": self._first,
+            "end": engine.state.trained,
+            "plan": [[position, list(shares)] for position, shares in self._plan if position < engine.state.trained],
+            "dropped": sorted(self._dropped),
+            "left_out": self._left_out,
+            "ledger": engine.state.ledger.to_json(),
+        }
 
 
 class GradientSync:

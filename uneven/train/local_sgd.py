@@ -26,21 +26,28 @@ from uneven.policy.round_report import RoundReport
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import Windows
-from uneven.train.agreement import RankStatus, check_agreement, check_status
-from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine
-from uneven.train.inbox import Inbox, Wish, follow_wish
-from uneven.train.local_state import EpochEnds, LocalState, RoundCosts, RoundTally
+from uneven.train.local_state import EpochEnds, LocalState, RoundCosts, RoundTally, check_bad_steps, note_dropped
 from uneven.train.policies import (
     LocalScale,
+    SlotClaims,
     describe_guard,
     leave_out_rest,
     make_slot_schedule,
     note_shares,
     stopped_ledger,
 )
-from uneven.train.state import check_bad_steps, note_dropped
-from uneven.train.synchronizer import EventCall, Merged, Stragglers
+from uneven.train.synchronizer import (
+    EventCall,
+    Inbox,
+    Merged,
+    RankStatus,
+    Stragglers,
+    Wish,
+    check_agreement,
+    check_status,
+    follow_wish,
+)
 
 
 class LocalSGD:
@@ -285,7 +292,7 @@ class LocalSGD:
     def take(self, agreed: LocalState, lineage: Lineage, buffers: Tensor | None) -> None:
         """All ranks go on from what they have `agreed` upon; `buffers` where this one merges the last round late.
 
-        No collective, so that a rank has done so entirely or not at all: [Note: all or nothing] in settle_local.py.
+        No collective, so that a rank has done so entirely or not at all: [Note: all or nothing] in settle.py.
         """
         state, tally = self.engine.state, self.tally
         if self.is_blank:

@@ -3,7 +3,7 @@
 A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their mean,
 and `first` and `until` say over which slots it was taken. The events that a round leads to are a list: one that a lost
 rank interrupts is still in it, and is redone from its start. Where ranks are lost, the furthest one tells the
-others all of it as a LocalState (train/elastic/settle_local.py), and LocalSGD goes on from that in the next group.
+others all of it as a LocalState (train/settle.py), and LocalSGD goes on from that in the next group.
 
 A round that is entered takes along weight, times and losses of a rank (RoundTally). Only when it was committed they are
 gone for good; a round that came to nothing because a rank was lost gives them back, and the next one carries them.
@@ -21,11 +21,12 @@ from uneven.policy.lineage import Era, Lineage, decode
 from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.round_report import RoundReport
 from uneven.policy.windows import Windows
+from uneven.step.finite import Cause, Fault
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 from uneven.train.policies import LocalScale
-from uneven.train.state import BadStep
-from uneven.train.synchronizer import EventCall
+from uneven.train.state import BadStep, DroppedSteps, describe_drop, too_many
+from uneven.train.synchronizer import EventCall, RankStatus
 
 
 class EpochEnds:
@@ -355,3 +356,25 @@ class RoundCosts:
             "back_ms_ago": back,
             "bytes": after - before,
         }
+
+
+def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:
+    """Count what ranks of a local policy have dropped since their last round; returns lines to print, by rank 0."""
+    lines = []
+    for rank, row in enumerate(rows):
+        if row.dropped:
+            dropped.count(int(row.dropped))
+            slot = f"{int(row.bad_slot)}" + ("" if row.dropped <= slot_size else " and others before it")
+            lines.append(describe_drop(slot, int(row.dropped), _last_fault(rank, row)))
+    return lines
+
+
+def check_bad_steps(rows: Sequence[RoundReport], max_bad_steps: int) -> None:
+    """NotFiniteError, on all ranks alike, where one of a local policy has had too many bad steps in a row."""
+    for rank, row in enumerate(rows):
+        if row.status == RankStatus.NOT_FINITE:
+            raise too_many(int(row.bad_slot), _last_fault(rank, row), max_bad_steps)
+
+
+def _last_fault(rank: int, row: RoundReport) -> Fault:
+    return Fault(rank, Cause(int(row.bad_cause)))

@@ -1,7 +1,7 @@
 """What ranks do where all of them meet: an entry of the history, an evaluation, a checkpoint.
 
 `reach` is called at every event of the axis, on all ranks alike: the synchronizers say when. An event that a lost rank
-has interrupted is undone (`undo`) and reached again by whoever is left (train/elastic/settle.py), so nothing of it is
+has interrupted is undone (`undo`) and reached again by whoever is left (train/settle.py), so nothing of it is
 in the history twice.
 """
 
@@ -23,11 +23,10 @@ from uneven.step.evaluation import evaluate, monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner, Moment
 from uneven.train.engine import Engine
-from uneven.train.inbox import Inbox
 from uneven.train.rank_info import Report
 from uneven.train.saves import Saves
 from uneven.train.state import Kept
-from uneven.train.synchronizer import EventCall, Merged, Synchronizer
+from uneven.train.synchronizer import EventCall, Inbox, Merged, Synchronizer
 
 Mark = tuple[int, float]  # (slots, training seconds) at an entry of the history
 Span = tuple[Mark, Mark]
@@ -196,7 +195,7 @@ class RunEvents:
         self.done = done
 
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
-        """The engine is where a checkpoint was taken, and what came after it has not happened (shards.py)."""
+        """The engine is where a checkpoint was taken, and what came after it has not happened (settler.py)."""
         self._before = self._callbacks_before = None
         self.done = self._engine.state.trained
         self.span = ((0, 0.0), (self._engine.state.trained, self._saves.train_seconds))

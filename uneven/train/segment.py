@@ -33,8 +33,8 @@ from uneven.step.precision import Precision
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync, StepStats
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.prepare import warm_up
 from uneven.train.rank_info import RankInfo, RankResult
-from uneven.train.warm_up import warm_up
 from uneven.train.worker import Worker
 
 LEAST_STEPS = 3

@@ -2,7 +2,7 @@
 
 One per rank. It is written here alone: others call `commit` after a step, and the methods that follow. What all ranks
 have the same is `shared()`: a checkpoint has it (train/saves.py), a newcomer and a survivor who is behind take it over
-from the furthest rank (train/elastic/settler.py), a resumed run begins with it (train/resume.py). The rest is this
+from the furthest rank (train/settler.py), a resumed run begins with it (train/saved_state.py). The rest is this
 rank's `own()`.
 
 Steps that were not finite are skipped, and their samples dropped: DroppedSteps knows which, and how many came in a row.
@@ -24,12 +24,10 @@ from uneven.policy.events import Events
 from uneven.policy.ledger import Ledger
 from uneven.policy.packed import pack_log, pack_rounds
 from uneven.policy.recorded import Round
-from uneven.policy.round_report import RoundReport
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import split_tree
-from uneven.step.finite import Cause, Fault, Verdict
+from uneven.step.finite import Fault, Verdict
 from uneven.timeline.record import Recorder
-from uneven.train.agreement import RankStatus
 
 Log = dict[str, Any]  # of one rank: its parts, those that were dropped and, of a local policy, its rounds
 Kept = tuple[dict[str, Any], dict[str, Any]]  # tensors that a callback kept, and their entry of the history
@@ -140,28 +138,6 @@ def count_skipped(dropped: DroppedSteps, bad_steps: Sequence[BadStep], max_bad_s
         part, fault = bad_steps[-1]
         raise too_many(part.slot.index, fault, max_bad_steps)
     return lines
-
-
-def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:
-    """Count what ranks of a local policy have dropped since their last round; returns lines to print, by rank 0."""
-    lines = []
-    for rank, row in enumerate(rows):
-        if row.dropped:
-            dropped.count(int(row.dropped))
-            slot = f"{int(row.bad_slot)}" + ("" if row.dropped <= slot_size else " and others before it")
-            lines.append(describe_drop(slot, int(row.dropped), _last_fault(rank, row)))
-    return lines
-
-
-def check_bad_steps(rows: Sequence[RoundReport], max_bad_steps: int) -> None:
-    """NotFiniteError, on all ranks alike, where one of a local policy has had too many bad steps in a row."""
-    for rank, row in enumerate(rows):
-        if row.status == RankStatus.NOT_FINITE:
-            raise too_many(int(row.bad_slot), _last_fault(rank, row), max_bad_steps)
-
-
-def _last_fault(rank: int, row: RoundReport) -> Fault:
-    return Fault(rank, Cause(int(row.bad_cause)))
 
 
 class RunState:

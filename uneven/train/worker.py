@@ -25,25 +25,20 @@ from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
-from uneven.train.apply_strategy import choose_activations
-from uneven.train.built import describe_schedule
 from uneven.train.callbacks import CallbackRunner
-from uneven.train.elastic.settle import why_not as why_not_settled
-from uneven.train.elastic.settler import Settler, why_nobody_goes
-from uneven.train.engine import Engine
+from uneven.train.engine import Engine, describe_schedule, seed_random
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.inbox import Inbox
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.membership import Membership
 from uneven.train.policies import choose_global_batch
-from uneven.train.rank_info import RankInfo, RankResult, Report
+from uneven.train.prepare import check_loss, choose_activations, find_cap, measure, warm_up
+from uneven.train.rank_info import Membership, RankInfo, RankResult, Report
 from uneven.train.requests import Requests
-from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
-from uneven.train.saved_state import seed_random
+from uneven.train.saved_state import Resumed
 from uneven.train.saves import Saves, Survival
-from uneven.train.synchronizer import EventCall, Synchronizer
-from uneven.train.warm_up import check_loss, find_cap, measure, warm_up
+from uneven.train.settle import why_not as why_not_settled
+from uneven.train.settler import Settler, why_nobody_goes
+from uneven.train.synchronizer import EventCall, Inbox, Synchronizer
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)

@@ -18,7 +18,7 @@ from uneven.launch.local_ranks import Newcomer
 from uneven.launch.watch import watch as watch_module
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 from uneven.train.requests import Requests
 
 MEMBERS = ("pc/cpu/a", "pc/cpu/b", "mini/cpu/c")

@@ -9,7 +9,7 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.local_ranks import Newcomer
 from uneven.launch.watch.generations import MOST_REPEATS, Generations, describe_loss, steps_done
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 
 MEMBERS = ("pc/cuda:0/a", "pc/cpu/b", "laptop/cpu/c", "mini/cpu/d", "mini/cpu@0.4/e")
 ROSTER = Roster(parse_devices("cuda:0,cpu,cpu,cpu,cpu@0.4"), (0, 0, 1, 2, 2), ("pc", "laptop", "mini"))

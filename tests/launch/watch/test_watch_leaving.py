@@ -9,7 +9,7 @@ import pytest
 from tests.launch.watch.cluster import LAPTOP, MEMBERS, Cluster, Recruiting
 from uneven.launch.control.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.heartbeat import LEAVE, SIGNAL_KEY, STAY, handed_key, leave_key
-from uneven.train.elastic.settler import PARTING
+from uneven.train.rank_info import PARTING
 from uneven.train.requests import Requests
 
 

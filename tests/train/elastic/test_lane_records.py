@@ -9,10 +9,11 @@ import torch
 from tests.train.clusters import Join, Loss, MemoryStore
 from tests.train.elastic import lossy_local_runs as local
 from tests.train.elastic import lossy_runs as exact
+from uneven.launch.training import gone_lane, why_gone
 from uneven.timeline.clock import Machine
 from uneven.timeline.record import Recorder, account_of
 from uneven.timeline.timeline import LEFT, LOST, Lane, Timeline
-from uneven.train.elastic.lane_records import LaneRecords, gone_lane, why_gone
+from uneven.train.settler import LaneRecords
 
 pytestmark = pytest.mark.usefixtures("equal_speeds")
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("equal_speeds")
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """These runs last milliseconds."""
-    monkeypatch.setattr("uneven.train.elastic.lane_records.COLLECT_NS", 0)
+    monkeypatch.setattr("uneven.train.settler.COLLECT_NS", 0)
 
 
 def timeline_of(found: dict[str, Any]) -> Timeline:

@@ -21,9 +21,9 @@ from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.step.loss import LossMeter
 from uneven.train.callbacks import CallbackInfo
-from uneven.train.elastic.settle import exchange_losses
 from uneven.train.rank_info import RankInfo
 from uneven.train.requests import Requests
+from uneven.train.settle import exchange_losses
 from uneven.train.worker import Worker
 
 NAMES = ("zero1", "zero2", "fsdp")
@@ -227,7 +227,7 @@ def test_another_one_is_lost_when_the_others_have_just_gone_back(
             raise DiedError
         exchange_losses(meter, group)
 
-    monkeypatch.setattr("uneven.train.elastic.settler.exchange_losses", dying)
+    monkeypatch.setattr("uneven.train.settler.exchange_losses", dying)
     found, _ = train(tmp_path / "out", 4, [Loss("m1", saved[1] + 3)], failing=["m0"], strategy="fsdp")
     assert set(found) == {"m2", "m3"}
     assert [segment.get("checkpoint") for segment in check_all(found, alone)][-2:] == ["step-4", None]

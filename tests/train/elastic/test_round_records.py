@@ -7,7 +7,7 @@ import pytest
 from uneven.comm.store import Store, open_store
 from uneven.policy.lineage import Era, Part
 from uneven.policy.recorded import Round
-from uneven.train.round_records import CHUNK, RoundRecords
+from uneven.train.rank_info import CHUNK, RoundRecords
 
 
 @pytest.fixture

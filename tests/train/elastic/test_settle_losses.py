@@ -7,7 +7,7 @@ import torch
 
 from uneven.step.finite import OwnCheck
 from uneven.step.loss import LossMeter
-from uneven.train.elastic.settle import Settlement, Standing, settled_losses, take_losses
+from uneven.train.settle import Settlement, Standing, settled_losses, take_losses
 
 
 def meter(loss_sum: float, count: float) -> LossMeter:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from uneven.train.elastic.settle import load_optimizer_state
+from uneven.train.settle import load_optimizer_state
 
 
 def trained(optimizer_class: type[Optimizer], steps: int, **settings: float) -> tuple[nn.Module, Optimizer]:

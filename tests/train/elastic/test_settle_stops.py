@@ -10,8 +10,8 @@ from tests.train.clusters import DiedError
 from tests.train.elastic import lossy_runs as test_settle
 from tests.train.elastic.lossy_local_runs import train
 from uneven.errors import GroupLostError
-from uneven.train.inbox import Asked, Inbox
 from uneven.train.run_events import RunEvents
+from uneven.train.synchronizer import Asked, Inbox
 from uneven.train.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("equal_speeds")

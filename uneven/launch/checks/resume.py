@@ -1,7 +1,7 @@
 """Before a resumed run starts: find its checkpoint, see that it fits this run, and take over what must not change.
 
 Called by launch/checks/preflight.py. Afterwards `config.resume` is the folder of one whole checkpoint, which every rank
-reads by itself (train/resume.py). The data order, the samples of a slot and the seed stay those of the checkpoint;
+reads by itself (train/saved_state.py). The data order, the samples of a slot and the seed stay those of the checkpoint;
 devices, their number, policy and strategy may be others.
 """
 
@@ -25,9 +25,8 @@ from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, set_aside
 from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
-from uneven.train.built import checked_model, checked_optimizer
-from uneven.train.resume import check_model
-from uneven.train.saved_state import check_optimizer, kept_settings
+from uneven.train.engine import checked_model, checked_optimizer
+from uneven.train.saved_state import check_model, check_optimizer, kept_settings
 
 RESULT_FILES = (
     *("state.json", "state.safetensors", "optimizer.safetensors", "log.json"),

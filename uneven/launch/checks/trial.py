@@ -33,7 +33,7 @@ from uneven.errors import InputError
 from uneven.launch.late_dynamo import load_dynamo_late
 from uneven.parallel.catalog import check_optimizer
 from uneven.policy.axis import Axis
-from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer, make_schedule
+from uneven.train.engine import check_dense, check_types, checked_model, checked_optimizer, make_schedule
 
 WHY = (
     "the ranks import your modules anew, and an object that the script has changed in one of them is not changed "

@@ -36,7 +36,7 @@ from uneven.train.requests import Requests
 
 if TYPE_CHECKING:
     from uneven.launch.watch.generations import Generations  # imports torch
-    from uneven.train.membership import Generation
+    from uneven.train.rank_info import Generation
 
 REACH_S = 20.0
 WAITING = "waiting for machines"  # the phase that `uneven status` shows

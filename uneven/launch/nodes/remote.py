@@ -19,7 +19,7 @@ from uneven.machines.session import Session
 from uneven.train.requests import Requests
 
 if TYPE_CHECKING:
-    from uneven.train.membership import Generation  # imports torch
+    from uneven.train.rank_info import Generation  # imports torch
 
 MOST_TOLD = 256  # ranks in a status that goes to other machines
 MOST_ASKED = 64  # requests of one machine that are not answered

@@ -13,7 +13,7 @@ from uneven.comm.lost import sender_of
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
 from uneven.launch.local_ranks import Newcomer
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 
 MOST_REPEATS = 5  # generations of the same members, one after the other, without a step
 # What every rank raises alike, or would raise next: a new generation would meet it again.

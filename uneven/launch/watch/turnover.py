@@ -4,7 +4,7 @@ Held by launch/watch/watch.py. `Joining`: a machine comes by the leader's door, 
 is started again (setting `restarts`). Either warms up and measures by itself while the others train on; when it says
 that it is ready, the next generation has it as a rank. Whatever happens to it before costs the run one line.
 `Leaving`: a rank that was told hands in what it has trained with its next step or round, and all ranks wait there
-(train/elastic/settler.py); the next generation is without it. Who cannot leave is refused in words, and stays.
+(train/settler.py); the next generation is without it. Who cannot leave is refused in words, and stays.
 """
 
 import signal
@@ -20,8 +20,7 @@ from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.watch.generations import Generations, count_ranks, steps_done
 from uneven.launch.watch.lost import RankHealth
 from uneven.results.progress import Reporter
-from uneven.train.elastic.settler import PARTING
-from uneven.train.membership import Generation
+from uneven.train.rank_info import PARTING, Generation
 from uneven.train.requests import Requests
 
 ARRIVE_S = 1.0  # for the other ranks to come as far, once one of them has

@@ -35,7 +35,7 @@ from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ra
 from uneven.launch.watch.lost import RankHealth, Signs, because, find_cause, find_early_ends, judge
 from uneven.launch.watch.turnover import Joining, Leaving
 from uneven.results.progress import Reporter
-from uneven.train.membership import Generation
+from uneven.train.rank_info import Generation
 from uneven.train.requests import Requests
 
 POLL_S = 0.1

@@ -4,7 +4,19 @@ Every member reports how far it is. The furthest one is the source: what it has 
 behind takes it over. What nobody has applied is done again by those who are left. So a sample counts once in the
 params that all of them hold, whatever the lost rank had in its memory.
 
-Here is what both kinds of policy have in common, and the exact ones; for the local ones see settle_local.py.
+First what both kinds of policy have in common, and the exact ones. Then the local ones: there the furthest rank says
+what they agree upon, a rank that has the last round still in flight gets its average from there and merges it late,
+and nobody loses what it trained since: it is in the next round.
+
+[Note: all or nothing] Everything is received before anything is changed. So a rank stands as before the settlement or
+after it, whenever another is lost: in the next generation those that had settled are the furthest, and no round can
+have been committed meanwhile without the rest.
+
+[Note: whole state in hand] Where params or optimizer state are sharded, those who are left put them together, and
+divide them anew. The whole state (`engine.whole_state`) is on the host of every rank from the moment it was put
+together until the first update in the new group begins: then all ranks have divided it. So where yet another rank is
+lost, either all of those who are left have it, or none of them has begun to divide it, or all of them have. Where they
+went back to a checkpoint, the state that they have read is in hand like that; where only some have, all do so again.
 """
 
 import math
@@ -16,21 +28,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from uneven.comm.gather import broadcast_json, gather_json, gather_rows
+from uneven.average.verify import ODD_AVERAGE, judge
+from uneven.comm.gather import broadcast_json, gather_checksums, gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
-from uneven.policy.axis import Axis
+from uneven.parallel.survivors import CanSurvive
+from uneven.policy.axis import Axis, part_of
+from uneven.policy.ledger import Ledger
+from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
+from uneven.policy.recorded import RecordedWindows
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import StreamAxis
+from uneven.policy.windows import Windows
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
 from uneven.step.several import OptimizerGroup, SeveralSteps
-from uneven.train.elastic.shards import has_muon, settle_shards
 from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync
+from uneven.train.gradient_sync import GradientSync, Log
 from uneven.train.local_sgd import LocalSGD
-from uneven.train.saved_state import lay_out
+from uneven.train.local_state import LocalState
+from uneven.train.rank_info import Generation
+from uneven.train.saved_state import has_muon, lay_out
 from uneven.train.state import Kept
-from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
 
@@ -323,6 +343,22 @@ def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], 
     return list(logs.values())
 
 
+def log_of(record: Mapping[str, Any], rank: int, axis: Axis) -> dict[str, Log]:
+    """All parts of a rank in a generation, and those that were dropped."""
+    ledger = Ledger.from_json(record["ledger"])
+    dropped = set(record["dropped"])
+    log = []
+    ends = [position for position, _ in record["plan"][1:]] + [record["end"]]
+    for (start, shares), end in zip(record["plan"], ends, strict=True):
+        for position in range(start, end):
+            if any(first <= position < stop for first, stop in record["left_out"]):
+                continue
+            part = part_of(axis.slot(ledger.slot_at(position)), shares, rank, 1)
+            if part.samples:
+                log.append((part.slot.index, part.first, part.samples))
+    return {"log": log, "dropped": [entry for entry in log if entry[0] in dropped]}
+
+
 # The losses of a lost rank count in its epoch. With exact policies ranks tell each other in every step what their
 # meters hold (`LossMeter.known`); in the local ones the losses are in the sums of the rounds. `known` is that of the
 # last step that counts, on every rank that has applied it: so the furthest one's is right for all. Whoever is left
@@ -375,3 +411,149 @@ def settle_buffers(
     if isinstance(before, GradientSync):
         before.take_buffers(found["floats"])
     buffers.go_on_from(furthest.averages)
+
+
+def settle_shards(engine: Engine, group: Group, before: Sequence[str], members: Sequence[str]) -> bool:
+    """Put the whole state together, of the furthest step; a collective. False on all where a shard is lost.
+
+    `before` are the members whose ranks hold the shards, `members` those who are left, each in rank order.
+    """
+    strategy = engine.strategy
+    assert isinstance(strategy, CanSurvive), "see why_not in settle.py"
+    rows = gather_rows(group, [float(engine.whole_state is not None), float(engine.rolled_back)])
+    rolled_back = {which for _, which in rows if which}
+    whole = engine.whole_state
+    if not all(has for has, _ in rows):  # [Note: whole state in hand]
+        survived = None
+        if not rolled_back:
+            survived = strategy.surviving_state(group, [list(before).index(member) for member in members])
+        if survived is None:
+            return False
+        whole = survived.state
+    elif len(rolled_back) > 1:
+        return False
+    assert whole is not None, "it was just put together, or everybody has it"
+    engine.keep_whole(whole)
+    return True
+
+
+def held_by(local: LocalSGD) -> Held:
+    """What this rank has trained, after `abandon`."""
+    if local.is_blank:
+        return Held([])
+    engine, schedule = local.engine, local.slot_schedule
+    since = [part for part in engine.state.log if part[0] >= _passed(local)]
+    given: list[int] = []
+    if local.agreed is None and isinstance(schedule, SlotSchedule):
+        given = [engine.state.slot_at(position) for position in schedule.slots]
+    end = (local.epoch, local.stream_end.samples)
+    return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total), end)
+
+
+def settle_local(
+    local: LocalSGD,
+    group: Group,
+    generation: Generation,
+    settlement: Settlement,
+    shared: Mapping[str, Any],
+) -> LocalState:
+    """In the new group of `generation`, whose furthest rank has told what is `shared`. Changes `local` and its engine
+    once all has arrived.
+
+    Those who have left on purpose have trained nothing that is not in an average.
+
+    GroupLostError where another rank is lost meanwhile: then nothing has changed, and the next generation settles.
+    Next comes a LocalSGD that goes on after `local`. One rank that is left alone trains on with GradientSync, and
+    reaches the events in `local.epochs.pending` before.
+    """
+    source, furthest = settlement.source, settlement.furthest
+    held = [Held.from_json(data) for data in gather_json(group, held_by(local).to_json())]
+    own = _agree(local, held, generation).to_json() if group.rank == source else None
+    agreed = LocalState.from_json(broadcast_json(group, own, source))
+    is_behind = settlement.standings[group.rank].progress < furthest.progress
+    is_sent = settlement.is_uneven or settlement.has_newcomers
+    buffers = _send_average(local, group, source, is_behind) if is_sent else None
+    lineage = Lineage(agreed.eras, local.engine.rank_info.generation, generation.members)
+    was_blank = local.is_blank
+    local.take(agreed, lineage, buffers if is_behind else None)
+    local.engine.state.take({**shared, "ledger": agreed.ledger, "trained": agreed.ledger["trained"]})
+    if isinstance(axis := local.engine.axis, StreamAxis):  # who has trained the last slot has been told of the end
+        for epoch, samples in (one.end for one in held if one.end[1]):
+            axis.learn(epoch, samples)
+    if was_blank:
+        local.engine.seed_as_newcomer()
+    if group.world_size == 1:
+        local.hand_over()
+    return agreed
+
+
+def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlement, axis: Axis) -> dict[str, Any]:
+    """What the run's log tells of a settlement: who merged the last round late, what is trained again."""
+    newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
+    return {
+        "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
+        "again": agreed.again,
+        "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
+    }
+
+
+def _passed(local: LocalSGD) -> int:
+    """The last event that all ranks have passed."""
+    return local.windows.last_event if local.agreed is None else local.agreed.passed
+
+
+def _own_state(local: LocalSGD) -> LocalState:
+    """What this rank knows to be agreed upon."""
+    epochs = local.epochs
+    agreed = local.agreed
+    windows = local.windows
+    lineage = local.tally.lineage
+    return LocalState(
+        eras=lineage.eras,
+        members=lineage.members if agreed is None else agreed.members,
+        windows=_windows_state(windows) if agreed is None else agreed.windows,
+        passed=_passed(local),
+        lr_scale=(local.scale.value, local.scale.is_known) if agreed is None else agreed.lr_scale,
+        epoch=epochs.epoch,
+        epoch_samples=epochs.samples,
+        losses=epochs.losses,
+        pending=epochs.pending,
+        is_stopping=local.others_stop or local.is_stopped,
+    )
+
+
+def _windows_state(windows: Windows | RecordedWindows) -> dict[str, Any] | None:
+    """A replay has no estimates to go on with."""
+    return windows.state_dict() if isinstance(windows, Windows) else None
+
+
+def _agree(local: LocalSGD, held: list[Held], generation: Generation) -> LocalState:
+    """By the furthest rank: what counts."""
+    members = generation.members
+    state, records = _own_state(local), local.engine.rank_info.records
+    assert records is not None, "ranks that go on after a loss have written down what they handed in"
+    lost = [records.read(state.eras, member) for member in local.tally.lineage.gone(members)]
+    ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
+    packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
+    is_any_lost = not {*local.tally.lineage.members} <= {*members, *generation.left}
+    again = trained_again(ledger, held) if is_any_lost else []
+    return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
+
+
+def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -> torch.Tensor:
+    """The last average and its buffers, from the furthest to those that have it still in flight; returns the latter.
+
+    A rank that has merged it takes part without a use for it. With `verify` all compare what they have then.
+    """
+    transport, buffers = local.average.transport, local.buffers.agreed.clone()
+    try:
+        group.broadcast((transport.agreed if group.rank == source else transport.average).buffer, source).wait()
+        if len(buffers):
+            group.broadcast(buffers, source).wait()
+        if local.engine.config.verify:
+            average = transport.average if is_behind else transport.agreed
+            judge(gather_checksums(group, [average.buffer]), group.rank, ODD_AVERAGE, can_redo=True)
+    except BaseException:
+        transport.renew()  # what was abandoned may still be written to
+        raise
+    return buffers

@@ -8,24 +8,44 @@ exchange (Wish.LEAVE): the sum of a step or, in a local policy, a round that car
 one. So all ranks know after the same step or round, and part there (`Settler.between_steps`): nobody is in the middle
 of a sum, the leaver has nothing that the others have not got, and nothing is trained again. The leader publishes the
 generation without it once it has said that all is handed in.
+
+Each rank also writes down what its device did so far (LaneRecords) in the launcher's store: there it outlives the rank,
+and so does its lane of the timeline, which is made at the run's end of what ranks have recorded. A part is written
+every second, and every thousandth of the run once that is longer: a week is some 7,000 parts. The first MOST_SPANS
+spans are written one by one, then the sums of every second by state. Whoever is rank 0 at the end adds the lanes of
+those who are gone (launch/training.py).
 """
 
+import json
+import zlib
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from uneven.comm.gather import broadcast_json
+from uneven.comm.store import Store
 from uneven.errors import GroupLostError, RankError
 from uneven.parallel.survivors import CanSurvive
 from uneven.policy.finish import Cost
-from uneven.train.elastic.lane_records import LaneRecords
-from uneven.train.elastic.settle import (
+from uneven.timeline.record import STATES, Span, account_of, device_spans
+from uneven.timeline.timeline import Lane, Timeline
+from uneven.train.engine import Engine
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
+from uneven.train.rank_info import PARTING, Generation, Membership, RoundRecords
+from uneven.train.run_events import RunEvents
+from uneven.train.saved_state import Found, read_newest
+from uneven.train.saves import Saves, Survival
+from uneven.train.settle import (
     NEWCOMER,
     Settlement,
     Standing,
     compare,
     config_of,
+    describe,
     end_between_updates,
     exchange_losses,
     lost_logs,
@@ -34,6 +54,7 @@ from uneven.train.elastic.settle import (
     scaler_state,
     settle_buffers,
     settle_exact,
+    settle_local,
     settled_losses,
     share_kept,
     take_losses,
@@ -41,17 +62,115 @@ from uneven.train.elastic.settle import (
     why_not,
     why_not_joined,
 )
-from uneven.train.elastic.settle_local import describe, settle_local
-from uneven.train.elastic.shards import go_back, read_newest
-from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync
-from uneven.train.inbox import Wish
-from uneven.train.local_sgd import LocalSGD
-from uneven.train.membership import Generation, Membership
-from uneven.train.round_records import RoundRecords
-from uneven.train.run_events import RunEvents
-from uneven.train.saves import Saves, Survival
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.synchronizer import Synchronizer, Wish
+
+COLLECT_NS = 1_000_000_000
+WRITE_EVERY = 1_000  # parts of the run so far
+MOST_SPANS = 10_000
+MOST_EVENTS = 5_000
+
+
+class LaneRecords:
+    """Life cycle: made with the settler, `tell` between steps, `leave` where this rank goes; `read` at the run's end.
+
+    Used by the thread that trains alone.
+    """
+
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self._store = store
+        self._engine = engine
+        self._member = engine.rank_info.member
+        # With a local policy the log of a rank that is gone has what it had trained before the run was resumed, too.
+        self._restored = sum(samples for _, _, samples in engine.state.log) if engine.config.is_local else 0
+        self._states = self._events = self._spans = self._parts = 0  # that are written, or wait for it
+        self._waiting: list[Span] = []
+        self._unsure: list[Span] = []  # of a CUDA device: it is not known yet whether it was busy
+        self._began_ns = engine.recorder.clock()
+        self._collect_ns = self._write_ns = self._began_ns
+
+    def tell(self) -> None:
+        """Write what is new, where it is time; called between steps."""
+        now_ns = self._engine.recorder.clock()
+        if now_ns >= self._collect_ns:
+            self._collect_ns = now_ns + COLLECT_NS
+            self._collect()
+            if now_ns >= self._write_ns:
+                self._write_ns = now_ns + max(COLLECT_NS, (now_ns - self._began_ns) // WRITE_EVERY)
+                self._write(has_left=False)
+
+    def leave(self) -> None:
+        """All that this rank has trained is with the others, and it is about to go."""
+        self._collect(is_last=True)
+        self._write(has_left=True)
+
+    def read(self, members: Sequence[str]) -> list[dict[str, Any]]:
+        """What these members, who are gone, have written; without those who had not begun. As JSON."""
+        return [found for member in members if (found := self._read(member)) is not None]
+
+    def _collect(self, *, is_last: bool = False) -> None:
+        spans, self._states = self._engine.recorder.closed_spans(self._states)
+        if self._engine.device.type == "cuda":
+            spans = self._as_of_device([*self._unsure, *spans], is_last=is_last)
+        self._spans += len(spans)
+        self._waiting += spans if self._spans <= MOST_SPANS else _sums(spans)
+
+    def _as_of_device(self, spans: list[Span], *, is_last: bool) -> list[Span]:
+        """Up to the end of the last step that the device is known to have finished."""
+        busy = self._engine.run_ahead.busy
+        known_ns = busy[-1][1] if busy else spans[-1][2] if spans else 0
+        sure = [span for span in spans if is_last or span[2] <= known_ns]
+        self._unsure = spans[len(sure) :]
+        first = max(0, bisect_left(busy, (sure[0][1], 0)) - 1) if sure else 0
+        return device_spans(sure, busy[first:])
+
+    def _write(self, *, has_left: bool) -> None:
+        engine = self._engine
+        info = self._engine.rank_info
+        spans = self._waiting
+        events = engine.recorder.events_since(self._events)[: MOST_EVENTS - self._events]
+        self._waiting, self._events = [], self._events + len(events)
+        lane = Lane(info.rank, str(info.device), spans, info.machine.number)
+        part = {
+            "timeline": Timeline([lane], [], events, [], (info.machine,)).to_json() if spans else None,
+            "trained": engine.state.samples,
+            "restored": self._restored,
+            "has_left": has_left,
+        }
+        packed: Any = zlib.compress(json.dumps(part).encode())  # bytes are taken as they are; the stub knows only str
+        self._store.set(_key(self._parts, self._member), packed)
+        self._parts += 1
+
+    def _read(self, member: str) -> dict[str, Any] | None:
+        parts: list[dict[str, Any]] = []
+        while self._store.check([_key(len(parts), member)]):
+            parts.append(json.loads(zlib.decompress(self._store.get(_key(len(parts), member)))))
+        timelines = [Timeline.from_json(part["timeline"]) for part in parts if part["timeline"] is not None]
+        if not timelines:
+            return None
+        (lane,) = timelines[-1].lanes
+        lane = replace(lane, spans=[span for timeline in timelines for span in timeline.lanes[0].spans])
+        events = [event for timeline in timelines for event in timeline.events]
+        whole = Timeline([lane], [account_of(lane.rank, lane.spans)], events, [], timelines[-1].machines)
+        return {**parts[-1], "member": member, "timeline": whole.to_json()}
+
+
+def _sums(spans: Sequence[Span]) -> list[Span]:
+    """The same time, state by state."""
+    if not spans:
+        return []
+    at, found = spans[0][1], []
+    totals: dict[str, int] = dict.fromkeys(STATES, 0)
+    for state, first, last in spans:
+        totals[state] += last - first
+    for state, ns in totals.items():
+        if ns:
+            found.append((state, at, at + ns))
+            at += ns
+    return found
+
+
+def _key(number: int, member: str) -> str:
+    return f"lanes/{number}/{member}"
 
 
 class Rank(Protocol):
@@ -413,9 +532,6 @@ class Settler:
         }
 
 
-PARTING = "a rank leaves"
-
-
 def is_parting(synchronizer: Synchronizer, engine: Engine) -> bool:
     """Whether a rank leaves after the last exchange; the same on all ranks. One that is alone stays."""
     return Wish.LEAVE in synchronizer.wished and engine.rank_info.world_size > 1
@@ -434,3 +550,12 @@ def why_nobody_goes(engine: Engine, has_membership: bool) -> dict[str, str | Non
         return {"ends_because": why_not(engine)}
     fixed = "it has on_fault='end'" if engine.config.on_fault == "end" else "it has one rank, or trains by hand"
     return {"stays_because": fixed}
+
+
+def go_back(engine: Engine, events: RunEvents, found: Found) -> None:
+    """This rank is where the checkpoint was taken; no collective, and nothing that another rank may wait for."""
+    resumed = found.resumed
+    engine.keep_whole(resumed.full_state(engine), rolled_back=found.which)
+    engine.leave_shards()
+    resumed.go_back(engine)
+    events.go_back(resumed.own.record["callbacks"])
