@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_go_on_is_not_past_a_run_that_has_failed(has_result: 
     context.join(MODEL, context.make_rank_info())
     told = {"ends_because": "several optimizers"}
     context._worker = SimpleNamespace(
-        settler=None, engine=SimpleNamespace(state=SimpleNamespace(trained=7)), show=lambda: told
+        settler=None, engine=SimpleNamespace(state=SimpleNamespace(trained=7)), show=lambda: told, has_trained=True
     )  # type: ignore[assignment]
     if has_result:
         context.close_run()

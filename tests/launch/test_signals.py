@@ -22,6 +22,7 @@ from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.signals import SAME_S, SIGNALS, Stoppable
+from uneven.launch.watch.generations import Generations
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.train.requests import Requests
@@ -206,7 +207,7 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
 
     store, _ = open_store()
     requests, processes, roster = Requests(), Processes(), Roster.on_one_machine(parse_devices("cpu,cpu"))
-    watch = Watch(processes, store, tmp_path, ["a", "b"], roster, Reporter("off"))  # type: ignore[arg-type]
+    watch = Watch(processes, store, tmp_path, Generations(roster, ["a", "b"]), Reporter("off"))  # type: ignore[arg-type]
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
     assert requests.is_terminated

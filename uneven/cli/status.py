@@ -134,7 +134,7 @@ def _heading(run: "KnownRun") -> Any:
     if (eta_s := _eta_s(run)) is not None:
         place.append(f"ETA {format_clock(eta_s)}")
     lines.append("  " + "  ".join(place))
-    if record.get("generation"):
+    if record.get("generation") or record.get("lost"):
         lines.append(f"  generation {record['generation']}, {record.get('lost', 0)} lost: {record.get('why')}")
     if record.get("out"):
         lines.append(f"  out {record['out']}")

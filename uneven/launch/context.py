@@ -263,7 +263,8 @@ class ProcessContext:
             leader=self.leader,
             is_newcomer=self.ranks.is_newcomer,
         )
-        info.begin_in(self.ranks.generation)
+        without = None if self._runs else self.environment.without  # of its later runs that is past
+        info.begin_in(self.ranks.generation, "" if without is None else without.why)
         return info
 
     def join(
@@ -361,7 +362,15 @@ class ProcessContext:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
         worker = self._worker
         where = {**self.status.last(), **self.ranks.show()} if worker is None else self.status.show(worker)
-        return {"member": self.member, "rank": self.rank, "in_run": self._requests is not None, **where}
+        known = {"member": self.member, "rank": self.rank, "has_trained": self.has_trained}
+        return {**known, "in_run": self._requests is not None, **where}
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the script has trained a step since this process began; by hand as soon as it may have."""
+        if self._worker is None:
+            return self.ranks.has_trained or self._rank_info is not None
+        return self.ranks.has_trained or self._worker.has_trained
 
     @property
     def slot(self) -> int:

@@ -30,6 +30,15 @@ def new_member_id(place: str, host: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
+class BegunWithout:
+    """Of ranks that were started again, because others were lost before the first step: who is left, and why."""
+
+    why: str  # one line for the user
+    left: tuple[int, ...]  # places among the devices of the first start
+    of: int  # how many those were
+
+
+@dataclass(frozen=True)
 class LaunchEnvironment:
     """One process among `world_size`, as its launcher numbered them, and the address of their store.
 
@@ -52,6 +61,7 @@ class LaunchEnvironment:
     is_kubernetes: bool = False
     address: str = ""  # under another launcher: at which the other machines reach this one, once it is settled
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
+    without: BegunWithout | None = None
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
 
     @property

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.mps import check_slices, oversubscribed, sliced
 from uneven.hardware.preflight import check_device
 from uneven.hardware.roster import Roster
-from uneven.launch.environment import new_member_id
+from uneven.launch.environment import BegunWithout, new_member_id
 from uneven.launch.processes import RankProcesses
 from uneven.machines.addresses import interface_of
 
@@ -37,6 +37,7 @@ class RunPlan:
     door: tuple[str, int, str] | None = None  # address, port and token of the leader's door
     address: str | None = None  # this machine's own, where there are several: Gloo and NCCL use its interface alone
     joins: int | None = None  # its ranks join a run in progress: the generation that they were added to
+    without: BegunWithout | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -138,6 +139,7 @@ class LocalRanks(RankProcesses):
             "rank": rank,
             "door": placement.door,
             "address": placement.address,
+            "without": None if placement.without is None else asdict(placement.without),
             "launcher_pid": os.getpid(),
             "cores": cores,
             "threads": threads,

@@ -66,7 +66,7 @@ def main(folder: Path, number: int) -> None:
         code = 1
         if isinstance(error, NotFiniteError) and context is not None:
             context.close_heartbeat()  # it carries the lines about the steps that were skipped
-        _report_error(error, folder, number, own_member(plan), 0 if context is None else context.slot)
+        _report_error(error, folder, number, own_member(plan), context)
     sys.stdout.flush()
     sys.stderr.flush()
     end_log()
@@ -88,7 +88,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
 
     from uneven.hardware.roster import Roster
     from uneven.launch.context import ProcessContext
-    from uneven.launch.environment import LaunchEnvironment
+    from uneven.launch.environment import BegunWithout, LaunchEnvironment
 
     gc.freeze()
     gc.enable()
@@ -110,6 +110,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
         port=port,
         member=own_member(plan),
         door=None if plan["door"] is None else tuple(plan["door"]),
+        without=None if plan["without"] is None else BegunWithout(**plan["without"]),
     )
     settings = {} if plan["script"] is None else plan["script"]["settings"]
     return ProcessContext(environment, roster, settings, joins=plan["joins"])
@@ -155,10 +156,12 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
 
 
 def _end_cut_off(context: "ProcessContext", folder: Path, number: int, member: str) -> None:
-    end_cut_off_rank(lambda error: _report_error(error, folder, number, member, context.slot))
+    end_cut_off_rank(lambda error: _report_error(error, folder, number, member, context))
 
 
-def _report_error(error: BaseException, folder: Path, number: int, member: str, slot: int) -> None:
+def _report_error(
+    error: BaseException, folder: Path, number: int, member: str, context: "ProcessContext | None"
+) -> None:
     """Leave error-N.json for the launcher."""
     from uneven.launch.user_frames import show_user_frames, user_place
 
@@ -172,7 +175,8 @@ def _report_error(error: BaseException, folder: Path, number: int, member: str, 
         "message": str(error),
         "what": f"{type(error).__name__}: {error}",
         "place": place,
-        "slot": slot,
+        "slot": 0 if context is None else context.slot,
+        "has_trained": context is not None and context.has_trained,
         "traceback": "".join(traceback.format_exception(error)),
     }
     end_log(str(report["traceback"]))

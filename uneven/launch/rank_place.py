@@ -36,6 +36,7 @@ class RankPlace:
         self.generation = joins or 0  # the number of that roster
         self.is_newcomer = joins is not None  # until it is in a roster
         self.slot = 0  # trained in the last run
+        self.has_trained = False  # in any run so far
         self.has_result = False  # whether the current run has one
         self.over = NOT_OVER  # for a heartbeat: what became of the last run, where no other has begun
         self.newest: Generation | None = None  # that the heartbeat has read
@@ -85,6 +86,7 @@ class RankPlace:
         then that they are past the run: it would count as one that has its result.
         """
         over: dict[str, Any] = {"is_past": has_formed}
+        self.has_trained |= has_formed if worker is None else worker.has_trained
         if worker is not None:
             self.slot = worker.engine.state.trained
             if worker.settler is None and not self.has_result:

@@ -35,7 +35,7 @@ from uneven.hardware.gpus import usable_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.launch.control.listing import Listing, listed
 from uneven.launch.control.rank_log import begin_log
-from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.environment import BegunWithout, LaunchEnvironment
 from uneven.launch.external.variables import read_launcher
 from uneven.launch.find_script import Script, refuse_no_file
 from uneven.launch.script_imports import uses_uneven
@@ -107,7 +107,7 @@ def run_on_ranks(
 
     Without `keeps` the run is not remembered: for a program of many runs.
     """
-    from uneven.launch.launcher import run_ranks  # imports torch
+    from uneven.launch.launcher import run_ranks, without_lost  # imports torch
 
     order = {**script_order(script, settings or {}), "plan": plan}
 
@@ -115,7 +115,13 @@ def run_on_ranks(
         listing.attach(reporter)
 
         def run(requests: Requests) -> int:
-            return run_ranks(None, devices, requests, reporter, unused_ranks, order, listing)
+            def run_on(left: tuple[Device, ...], without: BegunWithout | None) -> int:
+                here = order
+                if without is not None:
+                    here = {**order, "settings": {**order["settings"], "devices": ",".join(map(str, left))}}
+                return run_ranks(None, left, requests, reporter, unused_ranks, here, listing, without)
+
+            return without_lost(run_on, devices, reporter)
 
         run_stoppable(run, order, len(devices), reporter)
 

@@ -30,7 +30,7 @@ from uneven.train.worker import Worker
 # (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.
 Program = Callable[[Worker, Path], RankResult | None]
 
-SEGMENT = ("slot", "samples", "devices")  # what the log tells of where the run began or was resumed
+SEGMENT = ("slot", "samples", "devices", "why")  # what the log tells of where the run began or was resumed
 RESULT = "result"  # in the run's private folder: the name of the folder with its state
 
 

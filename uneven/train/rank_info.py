@@ -269,6 +269,7 @@ class RankInfo:
         assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = 0
+        self._begins_because = ""
         self.is_newcomer = is_newcomer  # it joins a run in progress, and has trained nothing in it yet
         self.leader = leader
         self.records: RoundRecords | None = None  # with a Membership
@@ -299,6 +300,12 @@ class RankInfo:
     def has_cuda(self) -> bool:
         """Whether any rank of the group trains on a CUDA device."""
         return any(device.kind == "cuda" for device in self.devices)
+
+    @property
+    def segment(self) -> dict[str, Any]:
+        """For the segment that a run begins with: its devices, and why there are no more of them."""
+        why = {"why": self._begins_because} if self._begins_because else {}
+        return {"devices": [str(device) for device in self.devices], **why}
 
     @property
     def group(self) -> Group:
@@ -345,9 +352,9 @@ class RankInfo:
         self.clocks = None
         self.join(group)
 
-    def begin_in(self, generation: int) -> None:
-        """The generation of ranks with which this run begins."""
-        self.generation = generation
+    def begin_in(self, generation: int, why: str) -> None:
+        """The generation of ranks with which this run begins; `why`: who was lost before its first step, or empty."""
+        self.generation, self._begins_because = generation, why
 
     def read_clocks(self, store: Store) -> None:
         """Ranks are on several machines: from now on their clocks are compared through this store."""

@@ -252,7 +252,7 @@ class Resumed:
         """Before the warm-up: model, position and past. Where the run went on here is a segment of it."""
         record, state = self.record, engine.state
         state.resume(record, self.own.record if self._is_known else None, self.logs(len(self._devices)))
-        state.begin_segment({"slot": state.trained, "samples": record["samples"], "devices": self._devices})
+        state.begin_segment({"slot": state.trained, "samples": record["samples"], **engine.rank_info.segment})
         self._restore_replica(engine)
 
     def go_back(self, engine: Engine) -> None:

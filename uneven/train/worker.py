@@ -75,6 +75,7 @@ class Worker:
         evaluation = self.engine.events.evaluation
         self.inbox = Inbox(config, evaluation, requests, self.callbacks, rank_info, self.recorder.clock)
         self._resume()
+        self._first = self.engine.state.trained
         self.synchronizer: Synchronizer | None = None
         self.events = RunEvents(self.engine, self.saves, self.callbacks, self.inbox, report)
         self.membership: Membership | None = None  # where a launcher announces generations of ranks
@@ -91,8 +92,7 @@ class Worker:
     def _resume(self) -> None:
         """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
         if self.config.resume is None or self.rank_info.is_newcomer:
-            devices = [*map(str, self.rank_info.devices)]
-            self.engine.state.begin_segment({"slot": 0, "samples": 0, "devices": devices})
+            self.engine.state.begin_segment({"slot": 0, "samples": 0, **self.rank_info.segment})
             return
         self.resumed = Resumed(self.config.resume, self.rank_info)
         self.resumed.restore(self.engine)
@@ -235,6 +235,9 @@ class Worker:
         if info.is_newcomer:
             return self._join_later(cost)
         info.join(self.join(engine.model))
+        if (why := info.segment.get("why")) is not None:
+            slot, ranks = engine.state.trained, info.world_size
+            self.recorder.event("generation", slot=slot, again=0, number=0, why=why, ranks=ranks, ms=0.0)
         synchronizer = self.new_synchronizer()
         self.recorder.enter("communication")
         info.compare_clocks(self.recorder.clock)
@@ -381,6 +384,11 @@ class Worker:
         read_gone = self.settler.read_gone
         return RankResult(state, timeline, log, rounds, traffic, parts, engine.state, info.member, read_gone)
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether it has trained a step since this process began."""
+        return self.engine.state.trained > self._first
+
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         info = self.rank_info
@@ -392,7 +400,8 @@ class Worker:
             where |= self.settler.show()
         elif self.synchronizer is not None:
             where |= why_nobody_goes(self.engine, self.membership is not None)
-        return {**where, **info.place, "deadline": self.config.deadline}
+        needs = self.config.min_ranks if self.config.on_fault == "go-on" else info.world_size  # to begin with
+        return {**where, **info.place, "deadline": self.config.deadline, "needs": needs}
 
     def start_callbacks(self) -> bool:
         """on_start; returns whether a callback has stopped the run already."""

@@ -175,7 +175,9 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
             roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("lab-a", "lab-b")),
-            environment=SimpleNamespace(rank=number, connect=lambda _: store, door=None, address="", is_launched=False),
+            environment=SimpleNamespace(
+                rank=number, connect=lambda _: store, door=None, address="", is_launched=False, without=None
+            ),
             starts=0,
             ranks=SimpleNamespace(is_newcomer=False),
             share=lambda value: [value, value],

@@ -20,6 +20,7 @@ from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.processes import INTERRUPTED
 from uneven.launch.watch import watch as watch_module
+from uneven.launch.watch.generations import Generations
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.train.requests import Requests
@@ -56,7 +57,7 @@ def wait(folder: Path, *beats: dict[str, Any]) -> None:
     processes: Any = Processes(store, list(beats))
     requests = Requests()
     requests.stop.set()
-    Watch(processes, store, folder, MEMBERS, ROSTER, Reporter("off")).wait(requests)
+    Watch(processes, store, folder, Generations(ROSTER, MEMBERS), Reporter("off")).wait(requests)
 
 
 def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked_for(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
     processes: Any = FakeProcesses(lambda: [0, 0] if ended.is_set() else [None, None])
     ended, watch = (
         threading.Event(),
-        Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off")),
+        Watch(processes, store, tmp_path, Generations(ROSTER, MEMBERS), Reporter("off")),
     )
     thread = threading.Thread(target=watch.wait, args=(asked,))
     thread.start()
@@ -125,7 +126,7 @@ def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
     processes: Any = FakeProcesses(lambda: codes)
     requests = Requests()
     requests.terminate()
-    watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
+    watch = Watch(processes, store, tmp_path, Generations(ROSTER, MEMBERS), Reporter("off"))
     monkeypatch.setattr(watch, "_stop_sent_s", time.monotonic())
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
@@ -138,7 +139,7 @@ def test_a_rank_that_saves_its_run_is_waited_for_when_the_others_have_left(tmp_p
     for member, is_past in zip(MEMBERS, (True, False), strict=True):
         store.set(heartbeat_key(member), json.dumps({**status, "is_past": is_past}))
     processes: Any = FakeProcesses(lambda: [None, INTERRUPTED])
-    watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
+    watch = Watch(processes, store, tmp_path, Generations(ROSTER, MEMBERS), Reporter("off"))
     watch._read_heartbeats(time.monotonic())
     watch._alone_since_s = 0.0
     watch._check_left_alone([None, INTERRUPTED], 10.0)

@@ -16,6 +16,7 @@ from uneven.launch.control.leave_requests import LeaveRequest
 from uneven.launch.heartbeat import GENERATION_KEY, heartbeat_key, ready_key, roster_key, settled_key, suspicion_key
 from uneven.launch.local_ranks import Newcomer
 from uneven.launch.watch import watch as watch_module
+from uneven.launch.watch.generations import Generations
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.train.rank_info import Generation
@@ -74,7 +75,7 @@ class Cluster(FakeProcesses):
     def watch(self, looks: int = 5) -> None:
         """So many looks, and then all ranks that run have ended well."""
         processes: Any = self
-        watch = Watch(processes, self.store, self.folder, MEMBERS, ROSTER, self.reporter)
+        watch = Watch(processes, self.store, self.folder, Generations(ROSTER, MEMBERS), self.reporter)
         self.requests = Requests()
         for self.looks in range(1, looks + 1):
             self.at.get(self.looks, lambda: None)()

@@ -14,6 +14,7 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.heartbeat import heartbeat_key
+from uneven.launch.watch.generations import Generations
 from uneven.launch.watch.lost import RankHealth
 from uneven.launch.watch.watch import Watch
 from uneven.results.progress import Reporter
@@ -37,7 +38,7 @@ def beat(store: Any, member: str, rank: int) -> None:
 
 def watch(store: Any, folder: Path, *codes: int) -> None:
     processes: Any = FakeProcesses(lambda: list(codes))
-    Watch(processes, store, folder, MEMBERS, ROSTER, Reporter("off")).wait(Requests())
+    Watch(processes, store, folder, Generations(ROSTER, MEMBERS), Reporter("off")).wait(Requests())
 
 
 def fail(folder: Path, number: int, time: float, what: str, kind: str = "other") -> None:
@@ -106,7 +107,7 @@ def test_what_a_rank_said_last_is_shown_though_another_has_failed_before_it(stor
     reporter = Shown("off")
     processes: Any = EndsLater()
     with pytest.raises(RankError, match="own"):
-        Watch(processes, store, tmp_path, MEMBERS, ROSTER, reporter).wait(Requests())
+        Watch(processes, store, tmp_path, Generations(ROSTER, MEMBERS), reporter).wait(Requests())
     assert reporter.notes == ["slot 3: skipped"]
 
 

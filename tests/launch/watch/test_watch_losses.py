@@ -12,6 +12,7 @@ from uneven.errors import RankError
 from uneven.launch.training import RESULT
 from uneven.launch.watch import watch as watch_module
 from uneven.launch.watch.generations import MOST_REPEATS
+from uneven.launch.watch.watch import LostAtStartError
 
 
 @pytest.fixture
@@ -112,6 +113,51 @@ def test_too_few_end_the_run_with_the_cause(
     with pytest.raises(error, match=words):
         cluster.watch()
     assert cluster.generation is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "is_at_start"),
+    [
+        ({}, "SIGKILL$", True),
+        ({"ends_because": "backend='nccl'"}, "nccl", True),
+        ({"needs": 2}, "SIGKILL$", True),
+        ({"needs": 3}, "needs 3", False),
+        ({"slot": 1, "has_trained": True}, "SIGKILL$", False),
+        ({"slot": 0, "has_trained": True}, "SIGKILL$", False),  # in an earlier run of the script
+        ({"slot": 500}, "SIGKILL$", True),  # it was resumed there
+    ],
+)
+def test_a_rank_that_is_killed_before_anything_was_trained(
+    cluster: Cluster, changes: dict[str, Any], words: str, is_at_start: bool
+) -> None:
+    cluster.statuses = [{"slot": 0, "phase": "setup", "has_trained": False, **changes} for _ in MEMBERS]
+    cluster.at[2] = cluster.end(1, -9)
+    with pytest.raises(RankError, match=words) as caught:
+        cluster.watch()
+    assert isinstance(caught.value, LostAtStartError) is is_at_start
+    if isinstance(caught.value, LostAtStartError):
+        assert caught.value.causes == {1: "rank 1 (cpu on pc) was ended by SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("what", "is_at_start"), [("RuntimeError: Connection closed by peer", True), ("LookupError: no weights", False)]
+)
+def test_beside_one_that_is_killed_only_errors_about_it_count_for_nothing(
+    cluster: Cluster, what: str, is_at_start: bool
+) -> None:
+    cluster.statuses = [{"slot": 0, "phase": "setup"} for _ in MEMBERS]
+    cluster.at[2] = lambda: [cluster.end(1, -9)(), cluster.end(0, 1, what=what, has_trained=False)()]
+    with pytest.raises(RankError) as caught:
+        cluster.watch()
+    assert isinstance(caught.value, LostAtStartError) is is_at_start
+
+
+def test_a_rank_that_falls_silent_before_anything_was_trained_is_lost_too(cluster: Cluster) -> None:
+    cluster.statuses = [{"slot": 0, "phase": "setup"} for _ in MEMBERS]
+    cluster.at[2] = lambda: cluster.silent.update({2})
+    with pytest.raises(LostAtStartError, match="fell silent") as caught:
+        cluster.watch(170)
+    assert list(caught.value.causes) == [2]
 
 
 def test_a_rank_before_its_first_step_or_one_that_cannot_go_on_ends_the_run(cluster: Cluster) -> None:

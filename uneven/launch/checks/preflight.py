@@ -39,7 +39,7 @@ from uneven.launch.checks.parity import (
 )
 from uneven.launch.checks.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.checks.resume_ranks import plan_together
-from uneven.launch.checks.settings import check_devices, check_functions, check_streams
+from uneven.launch.checks.settings import begin_without, check_devices, check_functions, check_streams, keep_step_size
 from uneven.launch.checks.trial import try_functions
 from uneven.launch.context import ProcessContext
 from uneven.launch.control.folder_lock import HeldFolder, hold_folder
@@ -72,6 +72,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if context.ranks.is_newcomer:
         return _prepare_newcomer(task, config, context)
     devices = context.devices(config.devices)
+    if (without := context.environment.without) is not None:
+        config = begin_without(config, without, devices)
     local = context.of_this_machine(devices)
     roster = context.roster_of(devices)
     is_one_machine = len(local) == len(devices)
@@ -89,6 +91,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     else:
         plan = plan_together(task, config, context, roster)
     config, finished = plan.config, plan.finished
+    config = config if without is None else keep_step_size(config, without)
     notes += plan.notes
     if config.global_batch_size == "auto":
         config = _check_global_batch(task, config, len(devices))

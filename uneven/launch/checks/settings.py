@@ -3,13 +3,35 @@
 Called by launch/checks/preflight.py, before any rank is started.
 """
 
+from dataclasses import replace
+
 from uneven.config import SHARDED, RunConfig, Task, is_stream
 from uneven.data.source import count_samples, shard_sizes
-from uneven.errors import InputError
+from uneven.errors import InputError, RefusedError
 from uneven.format import format_count
 from uneven.hardware.device import Device
 from uneven.hardware.mps import check_slices
+from uneven.launch.environment import BegunWithout
 from uneven.step.schedule import takes_length
+from uneven.train.settle import config_of
+
+
+def begin_without(config: RunConfig, without: BegunWithout, devices: tuple[Device, ...]) -> RunConfig:
+    """The settings for the devices that are left where others were lost before the first step; an error where they do
+    not go with those."""
+    if config.on_fault == "end" or config.replay is not None:
+        fixed = "on_fault='end'" if config.on_fault == "end" else "it is a replay"
+        raise RefusedError(f"{without.why}, and this run needs all of them: {fixed}")
+    config = replace(config_of(config, without.left), devices=",".join(map(str, devices)))
+    check_devices(config, devices)
+    return config
+
+
+def keep_step_size(config: RunConfig, without: BegunWithout) -> RunConfig:
+    """The same samples in an exact step as with all devices; a checkpoint has its own."""
+    if config.is_local or config.global_batch_size is not None or config.resume is not None:
+        return config
+    return replace(config, global_batch_size=config.slot_size(without.of))
 
 
 def check_devices(config: RunConfig, devices: tuple[Device, ...]) -> None:

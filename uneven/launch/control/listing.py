@@ -125,7 +125,7 @@ class Listing:
                     [str(device) for device in present.roster.devices],
                     [own if host == "localhost" else host for host in hosts],
                     present.number,
-                    len(generations.given_up),
+                    generations.lost,
                     present.why,
                 )
             )

@@ -213,6 +213,7 @@ class Leader:
         try:
             with local_ranks(folder, own, self._script, self.reporter.say) as processes:
                 from uneven.comm.store import open_store  # imports torch
+                from uneven.launch.watch.generations import Generations
                 from uneven.launch.watch.watch import Watch
 
                 store, _ = open_store(listener)
@@ -226,7 +227,8 @@ class Leader:
                     if listing.hear(statuses, generations):
                         ranks.tell(listing.last)  # the other machines keep it, too
 
-                Watch(ranks, store, folder, members, roster, self.reporter).wait(requests, hear)
+                generations = Generations(roster, members)
+                Watch(ranks, store, folder, generations, self.reporter).wait(requests, hear)
                 listing.show_last()
                 ranks.tell(listing.last)
                 return unused_ranks(folder)

@@ -12,6 +12,7 @@ from typing import Any
 from uneven.comm.lost import sender_of
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
+from uneven.launch.environment import BegunWithout
 from uneven.launch.local_ranks import Newcomer
 from uneven.train.rank_info import Generation
 
@@ -23,9 +24,10 @@ COMMON_ERRORS = ("input", "refused", "not finite", "left")
 class Generations:
     """Life cycle: one per launched run, from its roster at the start. Processes are numbered as they were started."""
 
-    def __init__(self, roster: Roster, members: Sequence[str]) -> None:
+    def __init__(self, roster: Roster, members: Sequence[str], without: BegunWithout | None = None) -> None:
         self._members = tuple(members)
-        self.present = Generation(0, roster, self._members)
+        self.present = Generation(0, roster, self._members, "" if without is None else without.why)
+        self._lost_before = 0 if without is None else without.of - len(without.left)
         self.given_up: set[int] = set()  # processes whose end does not matter any more
         self.waiting: dict[int, Newcomer] = {}  # processes that are to join, and are in no roster yet
         self.joining: set[int] = set()  # those that are in one, and have not settled with the others
@@ -38,6 +40,11 @@ class Generations:
     def numbers(self) -> list[int]:
         """The processes of the present generation, in rank order."""
         return [self._members.index(member) for member in self.present.members]
+
+    @property
+    def lost(self) -> int:
+        """How many processes the run goes on without."""
+        return self._lost_before + len(self.given_up)
 
     @property
     def aside(self) -> set[int]:

@@ -16,7 +16,6 @@ from typing import Any
 from uneven.comm.lost import sender_of
 from uneven.comm.store import Store, get_text
 from uneven.errors import NOTHING_TRAINED, RankError, StoppedError
-from uneven.hardware.roster import Roster
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     SAVE_KEY,
@@ -29,7 +28,7 @@ from uneven.launch.heartbeat import (
 )
 from uneven.launch.nodes.remote import AllRanks
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, read_errors
+from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, is_about_peer, read_errors
 from uneven.launch.training import has_result
 from uneven.launch.watch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
 from uneven.launch.watch.lost import RankHealth, Signs, because, find_cause, find_early_ends, judge
@@ -49,16 +48,24 @@ RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result 
 Show = Callable[[Sequence[Mapping[str, Any]], Generations], object]
 
 
+class LostAtStartError(RankError):
+    """Processes were lost before any had trained a step: whoever started them all may start the others again."""
+
+    def __init__(self, message: str, causes: Mapping[int, str]) -> None:
+        """`causes`: what became of each that is lost."""
+        super().__init__(message)
+        self.causes = causes
+
+
 class Watch:
-    """Life cycle: one per launched run; `wait()` once. Processes, members and the roster are in the same order."""
+    """Life cycle: one per launched run; `wait()` once. The processes are numbered as the first generation's members."""
 
     def __init__(
         self,
         processes: AllRanks,
         store: Store,
         folder: Path,
-        members: Sequence[str],
-        roster: Roster,
+        generations: Generations,
         reporter: Reporter,
     ) -> None:
         self._processes = processes
@@ -66,9 +73,9 @@ class Watch:
         self._folder = folder
         self._reporter = reporter
         now = time.monotonic()
-        pairs = zip(members, roster.devices, strict=True)
+        pairs = zip(generations.present.members, generations.present.roster.devices, strict=True)
         self._ranks = [RankHealth(member, device, now, now) for member, device in pairs]
-        self._generations = Generations(roster, members)
+        self._generations = generations
         self._joining = Joining(processes, store, self._ranks, self._generations, reporter)
         self._leaving = Leaving(processes, store, self._ranks, self._generations)
         self._looked_s = now
@@ -204,6 +211,8 @@ class Watch:
         """Whether the next heartbeats tell more: what a loss means, or the newest checkpoint where one is needed."""
         since_s = time.monotonic() if self._unsure_s is None else self._unsure_s
         left = [self._ranks[number] for number in self._generations.numbers if number not in lost]
+        if refusal is not None and not self._has_trained({}):
+            return True
         said = {"checkpoint", "ends_because"}
         asked = [rank for rank in left if "min_ranks" in rank.status and said & {*rank.status}]
         return refusal == "" or any(rank.heard_s <= since_s for rank in asked)
@@ -221,7 +230,10 @@ class Watch:
         names = {number: self._ranks[number].name(number) for number in hanging}
         if (refusal := self._refusal(hanging)) is not None:
             number, (what, advice) = next(iter(hanging.items()))
-            raise RankError(f"{names[number]} {what}{advice}{because(refusal)}")
+            error = RankError(f"{names[number]} {what}{advice}{because(refusal)}")
+            now = time.monotonic()
+            silent = [n for n in hanging if self._ranks[n].silent_s(now) > self._ranks[n].silence_limit_s]
+            raise self._lost_at_start(error, {n: f"{names[n]} {hanging[n][0]}" for n in silent}, {})
         self._go_on_without(set(hanging), [f"{names[number]} {what}" for number, (what, _) in hanging.items()])
 
     def _refusal(self, lost: Collection[int]) -> str | None:
@@ -371,4 +383,27 @@ class Watch:
         self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
         errors, codes = read_errors(self._folder, left), find_early_ends(self._ranks, codes)
         gone = [why for number, why in self._processes.lost().items() if number in left]
-        return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal, gone)
+        names = {number: self._ranks[number].name(number) for number in left}
+        killed = {n: f"{names[n]} {describe_exit(code)}" for n in left if (code := codes[n]) is not None and code < 0}
+        return self._lost_at_start(find_cause(names, errors, codes, refusal, gone), killed, errors)
+
+    def _lost_at_start(
+        self, error: Exception, causes: Mapping[int, str], errors: Mapping[int, Mapping[str, Any]]
+    ) -> Exception:
+        """`error` as one that the others need not end with, where nothing was trained.
+
+        A rank that has failed by itself is no loss: the others would raise the same.
+        """
+        left = {*self._generations.numbers} - {*causes}
+        by_itself = any(not is_about_peer(one["what"]) for one in errors.values())
+        if not causes or not left or by_itself or self._stop_sent_s is not None or self._has_trained(errors):
+            return error
+        needed = max(int(rank.status.get("needs", 1)) for rank in self._ranks)
+        if len(left) < needed:
+            return RankError(f"{error}; {count_ranks(len(left))} left, and this run needs {needed} to begin")
+        return LostAtStartError(str(error), causes)
+
+    def _has_trained(self, errors: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether any rank has trained a step, in this run of the script or an earlier one."""
+        known = [*(rank.status for rank in self._ranks), *errors.values()]
+        return any(one.get("has_trained", bool(one.get("slot"))) for one in known)
