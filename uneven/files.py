@@ -90,12 +90,12 @@ def finite(value: Any) -> Any:
     return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file's content. A device or a pipe, such as /dev/stdout, is written into and stays what it is."""
     if _is_special(path):
         path.write_bytes(content)
         return
-    with replacing(path, work) as file:
+    with replacing(path) as file:
         file.write(content)
 
 
@@ -112,12 +112,12 @@ def is_closed(path: Path) -> bool:
 
 
 @contextmanager
-def replacing(path: Path, work: Path | None = None) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Write a file that takes the place of `path` at the end: that holds all of the new content, or after a failure the
-    old one. `file.name` is its path until then, in `work` (default: the same folder), on the same file system."""
+    old one. `file.name` is its path until then, in the same folder."""
     if is_closed(path):
         raise PermissionError(errno.EACCES, "it is outside of the folder in which uneven join was typed", str(path))
-    with tempfile.NamedTemporaryFile(dir=work or path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             yield file
             file.flush()

@@ -1,14 +1,9 @@
 """Sets by name: what is accepted from the data folder, what is downloaded, and errors that name the next command."""
 
 import errno
-import gzip
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,10 +33,6 @@ def digits(site: Site, known: Known) -> Site:
     return site
 
 
-def work_folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".work"))
-
-
 def test_the_names() -> None:
     assert datasets.names() == ("mnist-mini", "mnist", "cifar10", "shakespeare")
 
@@ -55,10 +46,8 @@ def test_every_set_is_well_described() -> None:
     for entry in datasets.DATA_SETS.values():
         assert entry.title
         assert entry.licence
-        assert bool(entry.files) == bool(entry.mirrors) == bool(entry.download_bytes)
-        for file in entry.files:
-            assert len(file.sha256) == 64
-            assert file.num_bytes > 0
+        assert bool(entry.files) == bool(entry.mirrors) == bool(entry.num_bytes)
+        assert all(len(sha256) == 64 for sha256 in entry.files.values())
         assert all(url.startswith("https://") for urls in entry.mirrors for url in urls)
     assert datasets.find_set("cifar10").num_bytes == 60_000 * 3073
 
@@ -106,46 +95,29 @@ def test_the_folder_is_argument_then_variable_then_cache(monkeypatch: pytest.Mon
     assert datasets.data_folder() == tmp_path / ".cache" / "uneven"
 
 
-@pytest.mark.parametrize(
-    ("place", "is_zipped"),
-    [(".", False), (".", True), ("MNIST/raw", False), ("MNIST/raw", True), ("digits", False)],
-)
-def test_raw_digit_files_are_found_in_their_usual_folders(place: str, is_zipped: bool, tmp_path: Path) -> None:
-    (tmp_path / place).mkdir(parents=True, exist_ok=True)
-    for name, content in tiny_sets.DIGIT_FILES.items():
-        path = tmp_path / place / (f"{name}.gz" if is_zipped else name)
-        path.write_bytes(gzip.compress(content) if is_zipped else content)
-    entry = tiny_sets.digits()
-    assert dict(datasets.read(entry, datasets.locate(entry, tmp_path))) == tiny_sets.DIGIT_FILES
-    assert datasets.missing_files(entry, tmp_path) == []
-
-
-def test_an_archive_in_the_data_folder_is_read_and_one_that_lacks_a_file_is_damaged(tmp_path: Path) -> None:
-    entry, archive = tiny_sets.photos(), tmp_path / "cifar-10-binary.tar.gz"
-    archive.write_bytes(tiny_sets.photos_tarball())
-    assert dict(datasets.read(entry, datasets.locate(entry, tmp_path))) == tiny_sets.PHOTO_FILES
+def test_an_archive_that_a_user_has_put_there_is_unpacked_without_a_network(known: Known, tmp_path: Path) -> None:
+    known(tiny_sets.photos())
+    place = tmp_path / "photos"
+    place.mkdir()
+    (place / "cifar-10-binary.tar.gz").write_bytes(tiny_sets.photos_tarball())
+    datasets.get("photos")
+    found = read_folder(place)
+    assert {name: found[name] for name in tiny_sets.PHOTO_FILES} == tiny_sets.PHOTO_FILES
     inside = {name: content for name, content in tiny_sets.PHOTO_FILES.items() if name != "test_batch.bin"}
-    archive.write_bytes(tiny_sets.tarball(inside))
-    with pytest.raises(MachineError, match=r"does not contain test_batch\.bin"):
-        list(datasets.read(entry, datasets.locate(entry, tmp_path)))
-    assert [file.name for file in datasets.missing_files(entry, tmp_path)] == ["test_batch.bin"]
-
-
-def test_a_file_with_an_alias_but_another_size_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / "input.txt").write_bytes(b"shopping list")
-    assert datasets.locate(tiny_sets.play(), tmp_path) == {}
-    (tmp_path / "input.txt").write_bytes(tiny_sets.TEXT)
-    assert datasets.locate(tiny_sets.play(), tmp_path) == {"play.txt": tmp_path / "input.txt"}
+    (place / "cifar-10-binary.tar.gz").write_bytes(tiny_sets.tarball(inside))
+    (place / "test_batch.bin").unlink()
+    with pytest.raises(MachineError, match=r"test_batch\.bin"):
+        datasets.get("photos")
 
 
 @pytest.mark.parametrize("content", [tiny_sets.TEXT[:-1], tiny_sets.TEXT + b"!", tiny_sets.TEXT.swapcase(), b""])
+@pytest.mark.usefixtures("play")
 def test_a_damaged_file_names_the_command_that_repairs_it(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "play").mkdir()
     (tmp_path / "play" / "play.txt").write_bytes(content)
-    entry = tiny_sets.play()
     with pytest.raises(MachineError, match=r"play\.txt is damaged .*uneven data get play --force"):
-        list(datasets.read(entry, datasets.locate(entry, tmp_path)))
-    assert datasets.missing_files(entry, tmp_path) == list(entry.files)
+        datasets.load("play")
+    assert datasets.missing_files(tiny_sets.play(), tmp_path) == ["play.txt"]
 
 
 def test_an_archive_from_a_mirror_is_unpacked(site: Site, known: Known, tmp_path: Path) -> None:
@@ -154,7 +126,6 @@ def test_an_archive_from_a_mirror_is_unpacked(site: Site, known: Known, tmp_path
     fetched = datasets.get("photos")
     assert fetched.source == site.url.removeprefix("http://").rstrip("/")
     assert read_folder(tmp_path / "photos") == tiny_sets.PHOTO_FILES
-    assert work_folders(tmp_path) == []
     assert datasets.get("photos").source == ""
 
 
@@ -176,9 +147,9 @@ def test_a_mirror_that_fails_leads_to_the_next_which_is_asked_only_for_what_is_m
     events: list[Event] = []
     datasets.get("digits", progress=events.append)
     assert read_folder(tmp_path / "digits") == tiny_sets.DIGIT_FILES
-    assert "/second/train-images-idx3-ubyte.gz" not in [path for path, _ in site.asked]
+    assert "/second/train-images-idx3-ubyte.gz" not in site.asked
     [failure] = [event.text for event in events if "failed" in event.text]
-    reason = {"checksum": "t10k-images-idx3-ubyte has SHA-256", "unreadable": "unreadable", "absent": "HTTP 404"}
+    reason = {"checksum": "wrong content", "unreadable": "unreadable", "absent": "HTTP 404"}
     assert reason[fault] in failure
 
 
@@ -191,7 +162,6 @@ def test_when_all_mirrors_fail_one_line_names_the_reasons_and_the_ways_out(site:
     for part in ("HTTP 404", "127.0.0.1:9: ", "uneven data get digits", str(datasets.data_folder()), "mnist-mini"):
         assert part in message
     assert read_folder(datasets.data_folder() / "digits") == {}
-    assert work_folders(datasets.data_folder()) == []
 
 
 def test_force_downloads_again_and_keeps_the_old_files_on_failure(play: Site, tmp_path: Path) -> None:
@@ -209,53 +179,33 @@ def test_a_damaged_file_alone_is_fetched_again(digits: Site, tmp_path: Path) -> 
     (tmp_path / "digits" / "t10k-labels-idx1-ubyte").write_bytes(b"damaged")
     digits.asked.clear()
     datasets.get("digits")
-    assert [path for path, _ in digits.asked] == ["/t10k-labels-idx1-ubyte.gz"]
+    assert digits.asked == ["/t10k-labels-idx1-ubyte.gz"]
     assert read_folder(tmp_path / "digits") == tiny_sets.DIGIT_FILES
 
 
 @pytest.mark.usefixtures("play")
-def test_an_interrupt_leaves_only_what_can_be_resumed(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(event: Event) -> None:
         if event.done is not None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         datasets.get("play", progress=interrupt)
-    work = tmp_path / ".play.work"
     assert read_folder(tmp_path / "play") == {}
-    assert [path.suffix for path in work.iterdir()] == [".part"]
-    (work / "play.txt.new").write_bytes(b"half, of a killed process")
-    events: list[Event] = []
-    datasets.get("play", progress=events.append)
-    assert read_folder(tmp_path / "play") == {"play.txt": tiny_sets.TEXT}
-    assert work_folders(tmp_path) == []
-    assert not [event for event in events if "waiting" in event.text], "the lock is free again"
 
 
-def test_two_processes_download_once(site: Site, tmp_path: Path) -> None:
-    site.pages = tiny_sets.gz_pages()
-    site.gate.clear()
-    program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from tests.data import tiny_sets\n"
-        "from uneven.data import datasets\n"
-        f"datasets.DATA_SETS = {{'digits': tiny_sets.digits({site.url!r})}}\n"
-        "show = lambda event: print(event.text, flush=True)\n"
-        f"print('source', repr(datasets.get('digits', {str(tmp_path)!r}, progress=show).source), flush=True)\n"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        assert site.request_received.wait(60)  # the first holds the lock now, and hangs at the server
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
-            assert second.stdout
-            assert first.stdout
-            assert second.stdout.readline() == "another process is downloading digits; waiting for it\n"
-            site.gate.set()
-            assert second.stdout.read() == "source ''\n"
-            assert "source '127" in first.stdout.read()
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert len(site.asked) == len(tiny_sets.DIGIT_FILES)
-    assert datasets.missing_files(tiny_sets.digits(), tmp_path) == []
+def test_a_transfer_that_breaks_off_is_a_failure_of_the_mirror(play: Site, tmp_path: Path) -> None:
+    play.cuts = [5]
+    with pytest.raises(MachineError, match="truncated at 5 of"):
+        datasets.get("play")
+    assert read_folder(tmp_path / "play") == {}
+
+
+def test_a_server_that_does_not_respond_times_out(play: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "TIMEOUT_S", 0.1)
+    play.gate.clear()
+    with pytest.raises(MachineError, match="timed out"):
+        datasets.get("play")
 
 
 def test_a_folder_that_cannot_be_created_is_named(play: Site, tmp_path: Path) -> None:
@@ -269,46 +219,14 @@ def test_a_folder_that_cannot_be_created_is_named(play: Site, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("play")
-def test_missing_permission_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests may run as root, which ignores mode bits, so os.open is replaced.
-    def refuse(*args: object) -> int:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), args[0])
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(MachineError, match=r"\(no permission to write\); choose another folder: UNEVEN_DATA="):
-        datasets.get("play")
-
-
-@pytest.mark.usefixtures("play")
-@pytest.mark.parametrize("stage", ["download", "store"])
-def test_a_full_disk_is_reported_and_no_file_is_left(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_open = Path.open
-
-    def full(path: Path, mode: str = "r", *rest: object) -> object:
-        if path.suffix == ".part" and mode in ("wb", "ab"):
-            path.touch()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real_open(path, mode, *rest)  # type: ignore[call-overload]
-
-    def full_at_sync(handle: int) -> None:
+def test_a_full_disk_is_reported_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if stage == "download":
-        monkeypatch.setattr(Path, "open", full)
-    else:
-        monkeypatch.setattr(os, "fsync", full_at_sync)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(MachineError, match=rf"cannot write play to {tmp_path} \(no space left\); .*UNEVEN_DATA="):
         datasets.get("play")
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".play.lock"]
-
-
-def test_too_little_space_is_reported_before_downloading(play: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    with pytest.raises(MachineError, match=r"play needs .* MB in .*, which has 0 MB free; .*UNEVEN_DATA="):
-        datasets.get("play")
-    assert play.asked == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.usefixtures("play")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from uneven.data.arrays import images_from_cifar_batches, images_from_idx, tokens_from_text
-from uneven.data.datasets import DataSet, File
+from uneven.data.datasets import DataSet
 
 NUM_TRAIN, NUM_TEST, CIFAR_ROWS = 7, 3, 6
 _DRAW = np.random.default_rng(5)
@@ -47,11 +47,9 @@ PHOTO_FILES = {
 }
 
 
-def described(contents: dict[str, bytes], alias: str = "") -> tuple[File, ...]:
-    """The file descriptions of these contents."""
-    return tuple(
-        File(name, len(content), hashlib.sha256(content).hexdigest(), alias) for name, content in contents.items()
-    )
+def described(contents: dict[str, bytes]) -> dict[str, str]:
+    """The checksums of these contents."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def digits(*base_urls: str) -> DataSet:
@@ -62,11 +60,10 @@ def digits(*base_urls: str) -> DataSet:
         licence="none",
         assemble=images_from_idx,
         files=described(DIGIT_FILES),
+        num_bytes=sum(map(len, DIGIT_FILES.values())),
         mirrors=tuple(
             tuple(f"{base}{name}.gz" for name in DIGIT_FILES) for base in base_urls or ("http://127.0.0.1:9/",)
         ),
-        download_bytes=1000,
-        by_hand=("MNIST/raw",),
     )
 
 
@@ -78,22 +75,21 @@ def photos(url: str = "http://127.0.0.1:9/cifar-10-binary.tar.gz") -> DataSet:
         licence="none",
         assemble=images_from_cifar_batches,
         files=described(PHOTO_FILES),
+        num_bytes=sum(map(len, PHOTO_FILES.values())),
         mirrors=((url,),),
-        download_bytes=1000,
-        by_hand=("cifar-10-batches-bin", "cifar-10-binary.tar.gz"),
     )
 
 
 def play(url: str = "http://127.0.0.1:9/input.txt") -> DataSet:
-    """A text of nineteen characters whose file is also known as input.txt."""
+    """A text of nineteen characters, which its mirror calls input.txt."""
     return DataSet(
         name="play",
         title="a line",
         licence="none",
         assemble=tokens_from_text,
-        files=described({"play.txt": TEXT}, "input.txt"),
+        files=described({"play.txt": TEXT}),
+        num_bytes=len(TEXT),
         mirrors=((url,),),
-        download_bytes=1000,
     )
 
 

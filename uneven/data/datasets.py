@@ -6,29 +6,28 @@
 
 A set is defined by its canonical files, whose checksums are in one table below; they were compared with the published
 ones. Only bytes with these checksums are stored and returned, so it does not matter where they came from. A subset has
-its own name, so it is never loaded in place of the full set.
+a name of its own, so it is never loaded in place of the full set.
 
-[Note: data folder] Each set has a sub-folder with its canonical files; raw files and archives under their well-known
-names in the data folder itself are read too. A file gets its name only when it is complete, verified and on disk
-(write elsewhere, fsync, rename), so a reader never sees a partial one. Only the holder of the set's lock writes. The
-next holder deletes what a killed process left in the work folder, except `*.part` files, which a download resumes.
+[Note: data folder] Each set has a sub-folder with its canonical files. A file gets its name only when it is verified
+and on disk, so a reader never sees a partial one, and two processes that download the same set do no harm. An archive
+of the set's mirror that a user has put there is unpacked in place of a download.
 """
 
-import errno
-import fcntl
 import gzip
 import hashlib
 import lzma
 import os
-import shutil
 import tarfile
+import tempfile
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO, Literal, cast, overload
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import IO, Literal, overload
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from uneven.data.arrays import (
     Arrays,
@@ -40,85 +39,50 @@ from uneven.data.arrays import (
     load_mini,
     tokens_from_text,
 )
-from uneven.data.download import DownloadError, Event, Progress, download
 from uneven.errors import InputError, MachineError
 from uneven.files import home_folder, why_not_written, write_atomically
 
 __all__ = ["Event", "Fetched", "ImageArrays", "Presence", "Progress", "TextArrays", "get", "load", "names", "presence"]
 
 Folder = str | os.PathLike[str] | None
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+TIMEOUT_S = 8.0  # without a byte
+_CHUNK = 1 << 18
 # Exceptions of the stdlib readers for truncated or invalid content.
-_UNREADABLE = (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError)
+_UNREADABLE = (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
-class File:
-    """A canonical file of a set: its name in the data folder, its size and SHA-256, another name it is published as."""
+class Event:
+    """A message (`done` is None), or progress of the download `text` in bytes; `total` is None if unknown."""
 
-    name: str
-    num_bytes: int
-    sha256: str
-    alias: str = ""
+    text: str
+    done: int | None = None
+    total: int | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, self.alias) if self.alias else (self.name,)
 
-    def fault(self, content: bytes) -> str | None:
-        """How `content` differs from this file in size or checksum; None if it is this file."""
-        digest = hashlib.sha256(content).hexdigest()
-        if digest == self.sha256:
-            return None
-        if len(content) < self.num_bytes:
-            return f"{self.name} has {len(content):,} bytes, not {self.num_bytes:,}"
-        return f"{self.name} has SHA-256 {digest[:12]}..., not {self.sha256[:12]}..."
+# The library never prints: the command line passes a callback that draws a bar or prints lines.
+Progress = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A set without files is embedded in the package. `mirrors` are tried in order; each is one or several URLs.
-
-    `by_hand` are paths below the data folder where other tools (torchvision, a browser) put the same files: folders,
-    or an archive.
-    """
+    """A set without files is embedded in the package. `mirrors` are tried in order; each is one or several URLs."""
 
     name: str
     title: str
     licence: str
     assemble: Callable[[Contents], Arrays]
-    files: tuple[File, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)  # name -> SHA-256
+    num_bytes: int = 0  # of all files
     mirrors: tuple[tuple[str, ...], ...] = ()
-    download_bytes: int = 0
-    by_hand: tuple[str, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
 
 
 _MNIST_LICENCE = "CC BY-SA 3.0 (LeCun, Cortes, Burges)"
-_MNIST = {  # name: bytes, SHA-256, the name that some unpackers give it
-    "train-images-idx3-ubyte": (
-        47_040_016,
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "train-images.idx3-ubyte",
-    ),
-    "train-labels-idx1-ubyte": (
-        60_008,
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "train-labels.idx1-ubyte",
-    ),
-    "t10k-images-idx3-ubyte": (
-        7_840_016,
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "t10k-images.idx3-ubyte",
-    ),
-    "t10k-labels-idx1-ubyte": (
-        10_008,
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-        "t10k-labels.idx1-ubyte",
-    ),
+_MNIST = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 _CIFAR = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -142,44 +106,35 @@ DATA_SETS = {
             title="MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey",
             licence=_MNIST_LICENCE,
             assemble=images_from_idx,
-            files=tuple(File(name, size, sha256, alias) for name, (size, sha256, alias) in _MNIST.items()),
+            files=_MNIST,
+            num_bytes=54_950_048,
             mirrors=(
                 tuple(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz" for name in _MNIST),
                 tuple(f"https://storage.googleapis.com/cvdf-datasets/mnist/{name}.gz" for name in _MNIST),
             ),
-            download_bytes=11_594_722,
-            by_hand=("MNIST/raw",),
         ),
         DataSet(
             name="cifar10",
             title="CIFAR-10: 50,000 + 10,000 photographs in 10 classes, 32x32 RGB",
             licence="none stated by its authors (Krizhevsky, Nair, Hinton); cite their report",
             assemble=images_from_cifar_batches,
-            files=tuple(File(name, 30_730_000, sha256) for name, sha256 in _CIFAR.items()),
+            files=_CIFAR,
+            num_bytes=184_380_000,
             mirrors=(("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),),
-            download_bytes=170_052_171,
-            by_hand=("cifar-10-batches-bin", "cifar-10-binary.tar.gz"),
         ),
         DataSet(
             name="shakespeare",
             title="tiny Shakespeare: 1,115,394 characters, 65 distinct",
             licence="public domain",
             assemble=tokens_from_text,
-            files=(
-                File(
-                    "tinyshakespeare.txt",
-                    1_115_394,
-                    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-                    "input.txt",
-                ),
-            ),
+            files={"tinyshakespeare.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
+            num_bytes=1_115_394,
             mirrors=(
                 (
                     "https://raw.githubusercontent.com/karpathy/char-rnn/"
                     "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
                 ),
             ),
-            download_bytes=1_115_394,
         ),
     )
 }
@@ -210,6 +165,10 @@ class Fetched:
     source: str
 
 
+class _MirrorError(Exception):
+    """A mirror cannot be used; the message is the reason."""
+
+
 def names() -> tuple[str, ...]:
     """The names that `load` and `get` accept."""
     return tuple(DATA_SETS)
@@ -223,21 +182,13 @@ def find_set(name: str) -> DataSet:
 
 @overload
 def load(
-    name: Literal["mnist-mini", "mnist", "cifar10"],
-    folder: Folder = None,
-    download: bool = False,
-    progress: Progress | None = None,
+    name: Literal["mnist-mini", "mnist", "cifar10"], folder: Folder = None, download: bool = False
 ) -> ImageArrays: ...
 @overload
-def load(
-    name: Literal["shakespeare"],
-    folder: Folder = None,
-    download: bool = False,
-    progress: Progress | None = None,
-) -> TextArrays: ...
+def load(name: Literal["shakespeare"], folder: Folder = None, download: bool = False) -> TextArrays: ...
 @overload
-def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays: ...
-def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays:
+def load(name: str, folder: Folder = None, download: bool = False) -> Arrays: ...
+def load(name: str, folder: Folder = None, download: bool = False) -> Arrays:
     """The arrays of a set, verified by checksum.
 
     folder: the data folder, by default $UNEVEN_DATA, else the user's cache folder. download: download files that are
@@ -247,13 +198,12 @@ def load(name: str, folder: Folder = None, download: bool = False, progress: Pro
     if not entry.files:
         return load_mini()
     if download:
-        get(name, folder, progress=progress)
+        get(name, folder)
     root = data_folder(folder)
-    paths = locate(entry, root)
-    if len(paths) < len(entry.files):
+    if not _places(entry, root):
         command = f"uneven data get {name}" if folder is None else f"UNEVEN_DATA={folder} uneven data get {name}"
         raise MachineError(f"{name} is not on this machine (looked in {root}); get it with: {command}")
-    return entry.assemble(read(entry, paths))
+    return entry.assemble(_read(entry, root))
 
 
 def get(name: str, folder: Folder = None, *, force: bool = False, progress: Progress | None = None) -> Fetched:
@@ -263,19 +213,31 @@ def get(name: str, folder: Folder = None, *, force: bool = False, progress: Prog
     """
     entry, root = find_set(name), data_folder(folder)
     show = progress or _ignore
-    if not entry.files or not (force or missing_files(entry, root)):
+    missing = list(entry.files) if force else missing_files(entry, root)
+    if not missing:
         return Fetched(name, root, "")
-    with _work_folder(entry, root, show) as work:
-        # Check again under the lock: the process that held it may have downloaded the set.
-        wanted = list(entry.files) if force else missing_files(entry, root)
-        if not wanted:
-            return Fetched(name, root, "")
-        if force:
-            with _reporting_write_errors(entry, root):
-                for part in work.glob("*.part"):
-                    part.unlink()
-        _check_space(entry, wanted, root)
-        return Fetched(name, root, _fetch(entry, wanted, root, work, show))
+    place, reasons = root / name, []
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for urls in entry.mirrors:
+            host = urlsplit(urls[0]).netloc
+            show(Event(f"getting {name} from {host}"))
+            try:
+                _fetch(entry, urls, missing, place, show)
+                return Fetched(name, root, host)
+            except _MirrorError as error:
+                reasons.append(f"{host}: {error}")
+            show(Event(f"failed, {reasons[-1]}"))
+    except OSError as error:
+        raise MachineError(
+            f"cannot write {name} to {root} ({why_not_written(error)}); choose another folder: "
+            f"UNEVEN_DATA=/some/folder uneven data get {name}"
+        ) from error
+    by_hand = ", ".join(_name(url) for url in entry.mirrors[0])
+    raise MachineError(
+        f"cannot get {name}: {'; '.join(reasons)}; fix the network (proxy?), or put {by_hand} into {place}; then run: "
+        f"uneven data get {name}; or use mnist-mini, which is part of the package"
+    )
 
 
 def _ignore(event: Event) -> None:
@@ -285,12 +247,11 @@ def _ignore(event: Event) -> None:
 
 def presence(folder: Folder = None) -> list[Presence]:
     """Every known set and whether it is on this machine; checksums are not verified."""
-    root, found = data_folder(folder), []
-    for entry in DATA_SETS.values():
-        paths = locate(entry, root)
-        places = tuple(dict.fromkeys(paths.values())) if len(paths) == len(entry.files) else ()
-        found.append(Presence(entry.name, entry.title, entry.licence, entry.num_bytes, not entry.files, places))
-    return found
+    root = data_folder(folder)
+    return [
+        Presence(entry.name, entry.title, entry.licence, entry.num_bytes, not entry.files, _places(entry, root))
+        for entry in DATA_SETS.values()
+    ]
 
 
 def data_folder(folder: Folder = None) -> Path:
@@ -303,209 +264,104 @@ def data_folder(folder: Folder = None) -> Path:
     return (Path(cache) if cache else home_folder() / ".cache") / "uneven"
 
 
-def locate(entry: DataSet, folder: Path) -> dict[str, Path]:
-    """The path of each canonical file that is present, by name; contents are not verified."""
-    paths = {file.name: _locate_file(entry, file, folder) for file in entry.files}
-    return {name: path for name, path in paths.items() if path is not None}
+def _places(entry: DataSet, root: Path) -> tuple[Path, ...]:
+    """The paths of a set's files where all are present; contents are not verified."""
+    places = tuple(root / entry.name / name for name in entry.files)
+    return places if all(place.is_file() for place in places) else ()
 
 
-def _locate_file(entry: DataSet, file: File, folder: Path) -> Path | None:
-    installed = folder / entry.name / file.name
-    if installed.is_file():
-        return installed  # even with a wrong size: `read` then reports it as damaged
-    for parent in (folder, *(folder / name for name in entry.by_hand)):
-        if parent.is_file():
-            return parent  # an archive
-        for name in file.names:
-            plain, zipped = parent / name, parent / f"{name}.gz"
-            # A name such as input.txt is ambiguous, so the size must match too.
-            if plain.is_file() and plain.stat().st_size == file.num_bytes:
-                return plain
-            if zipped.is_file():
-                return zipped
-    return None
+def _read(entry: DataSet, root: Path) -> Iterator[tuple[str, bytes]]:
+    """The (name, content) pairs of a set, each verified by its checksum; MachineError for a damaged file."""
+    for name, sha256 in entry.files.items():
+        path = root / entry.name / name
+        content = path.read_bytes()
+        if _digest(content) != sha256:
+            repair = f"uneven data get {entry.name} --force"
+            raise MachineError(f"{path} is damaged (wrong SHA-256); repair it with: {repair}")
+        yield name, content
 
 
-def read(entry: DataSet, paths: dict[str, Path]) -> Iterator[tuple[str, bytes]]:
-    """The (name, content) pairs at `paths`, each verified by its checksum; MachineError for a damaged file."""
-    files = {file.name: file for file in entry.files}
-    # One pass per path: an archive holds several files and is slow to open.
-    for path in dict.fromkeys(paths.values()):
-        absent = {name for name, file_path in paths.items() if file_path == path}
-        try:
-            for name, content in _unpack(path, [files[name] for name in absent]):
-                if fault := files[name].fault(content):
-                    raise ValueError(fault)
-                absent.remove(name)
-                yield name, content
-            if absent:
-                raise ValueError(f"does not contain {min(absent)}")
-        except PermissionError as error:
-            raise MachineError(f"cannot read {path} ({error.strerror}); {_other_folder_hint(entry)}") from error
-        except (*_UNREADABLE, OSError) as error:
-            raise MachineError(
-                f"{path} is damaged ({error}); repair it with: uneven data get {entry.name} --force"
-            ) from error
-
-
-def missing_files(entry: DataSet, folder: Path) -> list[File]:
+def missing_files(entry: DataSet, root: Path) -> list[str]:
     """The files that are absent or fail their checksum."""
-    paths = locate(entry, folder)
-    good: set[str] = set()
-    for path in dict.fromkeys(paths.values()):
-        # An archive may hold good files before a damaged one: those count.
-        with suppress(MachineError):
-            for name, _ in read(entry, {name: file_path for name, file_path in paths.items() if file_path == path}):
-                good.add(name)
-    return [file for file in entry.files if file.name not in good]
+    paths = {name: root / entry.name / name for name in entry.files}
+    return [
+        name for name, path in paths.items() if not path.is_file() or _digest(path.read_bytes()) != entry.files[name]
+    ]
 
 
-def _unpack(path: Path, wanted: Sequence[File]) -> Iterator[tuple[str, bytes]]:
-    """Those of the `wanted` files that a plain file, a gzip or a tar holds, as (name, content).
+def _fetch(entry: DataSet, urls: tuple[str, ...], missing: list[str], place: Path, show: Progress) -> None:
+    """Store all missing files from one mirror, or from its archives that a user has put there; _MirrorError."""
+    expected = {entry.files[name]: name for name in missing}
+    for url in urls:
+        if len(urls) > 1 and not any(_name(url).startswith(name) for name in missing):
+            continue  # a mirror with one URL per file is asked for the missing files only
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".get-", suffix=f"-{_name(url)}") as file:
+            archive = place / _name(url)
+            if not archive.is_file():
+                _download(url, file, show)
+                archive = Path(file.name)
+            try:
+                for content in _members(archive, most=entry.num_bytes):
+                    # By its checksum, whatever name an archive gives to it.
+                    if (name := expected.get(_digest(content))) is not None:
+                        write_atomically(place / name, content)
+                        missing[:] = [other for other in missing if other != name]
+                        show(Event(f"checked and stored {name}"))
+            except _UNREADABLE as error:
+                raise _MirrorError(f"{_name(url)} is unreadable: {error}") from error
+    if missing:
+        raise _MirrorError(f"wrong content: no file has the SHA-256 of {missing[0]}")
 
-    Members are matched by base name and read into memory up to the expected size. Nothing is extracted to a path that
-    an archive chooses, so a malicious one can neither overwrite files nor fill the disk or memory.
+
+def _download(url: str, file: IO[bytes], show: Progress) -> None:
+    """_MirrorError where the network fails; an OSError is a failure to write the file."""
+    try:
+        # urllib honours the proxy variables.
+        response: HTTPResponse = urlopen(Request(url, headers={"User-Agent": "uneven"}), timeout=TIMEOUT_S)
+    except HTTPError as error:
+        raise _MirrorError(f"HTTP {error.code} {error.reason}") from error
+    except (OSError, HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        raise _MirrorError(getattr(cause, "strerror", None) or str(cause)) from error
+    with response:
+        length = response.headers.get("Content-Length")
+        done, total = 0, int(length) if length else None
+        while chunk := _next_chunk(response):
+            file.write(chunk)
+            done += len(chunk)
+            show(Event(_name(url), done, total))
+    file.flush()
+    if total not in (None, done):
+        raise _MirrorError(f"truncated at {done:,} of {total:,} bytes")
+
+
+def _next_chunk(response: HTTPResponse) -> bytes:
+    try:
+        return response.read(_CHUNK)
+    except (OSError, HTTPException) as error:
+        raise _MirrorError(f"the transfer broke off ({type(error).__name__})") from error
+
+
+def _members(path: Path, most: int) -> Iterator[bytes]:
+    """The contents of a plain file, a gzip or a tar.
+
+    Nothing is extracted to a path that an archive chooses, and no more than `most` bytes are read of a file, so a
+    malicious one can neither overwrite files nor fill the disk or memory.
     """
-    by_name = {name: file for file in wanted for name in file.names}
-    for name, stream in _members(path):
-        file = by_name.get(PurePosixPath(name).name)
-        if file is not None:
-            # One byte more than expected, so that a longer file fails its checksum instead of being cut to size.
-            yield file.name, stream.read(file.num_bytes + 1)
-
-
-def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """The regular files in an archive as (full name, stream); a stream is valid until the next iteration."""
     if path.name.endswith(".tar.gz"):
         with tarfile.open(path) as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None:
-                    yield member.name, content
-    elif path.name.endswith(".gz"):
-        with gzip.open(path, "rb") as unzipped:
-            yield path.name.removesuffix(".gz"), cast("IO[bytes]", unzipped)
+                    yield content.read(most)
     else:
-        with path.open("rb") as plain:
-            yield path.name, plain
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            yield stream.read(most)
 
 
-def _fetch(entry: DataSet, wanted: list[File], folder: Path, work: Path, progress: Progress) -> str:
-    """Try the mirrors in order until every wanted file is stored; the host of the last one used."""
-    reasons = []
-    for urls in entry.mirrors:
-        host = urlsplit(urls[0]).netloc
-        progress(Event(f"getting {entry.name} from {host}"))
-        try:
-            with closing(_contents(entry, urls, wanted, folder, work, progress)) as contents:
-                for name, content in contents:
-                    file = next(file for file in wanted if file.name == name)
-                    if fault := file.fault(content):
-                        raise DownloadError(f"wrong content: {fault}")
-                    install(entry, file, content, folder, work)
-                    wanted.remove(file)
-                    progress(Event(f"checked and stored {name}"))
-            if not wanted:
-                return host
-            reasons.append(f"{host}: does not contain {wanted[0].name}")
-        except DownloadError as error:
-            reasons.append(f"{host}: {error}")
-        except _UNREADABLE as error:
-            reasons.append(f"{host}: unreadable: {error}")
-        progress(Event(f"failed, {reasons[-1]}"))
-    by_hand = [name for name in entry.by_hand if "." in name] or [file.names[-1] for file in entry.files]
-    smaller = "; or use mnist-mini, which is part of the package" if entry.assemble is images_from_idx else ""
-    raise MachineError(
-        f"cannot get {entry.name}: {'; '.join(reasons)}; fix the network (proxy?) and run: uneven data get "
-        f"{entry.name}; or put {', '.join(by_hand)} into {folder}{smaller}"
-    )
+def _name(url: str) -> str:
+    return Path(urlsplit(url).path).name
 
 
-def _contents(
-    entry: DataSet, urls: tuple[str, ...], wanted: list[File], folder: Path, work: Path, progress: Progress
-) -> Generator[tuple[str, bytes], None, None]:
-    """The (name, content) pairs of one mirror, not yet verified; downloads are deleted after unpacking."""
-    for url in urls:
-        name = Path(urlsplit(url).path).name
-        if len(urls) > 1 and not any(name.startswith(file.names) for file in wanted):
-            continue  # a mirror with one URL per file is asked for the missing files only
-        with _reporting_write_errors(entry, folder):
-            archive = download(url, work, progress).rename(work / name)
-        try:
-            yield from _unpack(archive, tuple(wanted))
-        finally:
-            archive.unlink()
-
-
-@contextmanager
-def _work_folder(entry: DataSet, folder: Path, progress: Progress) -> Iterator[Path]:
-    """Hold the set's lock and yield its work folder, which is empty except for `*.part` files.
-
-    Waits while another process holds the lock. The work folder is deleted at the end; after a failure its `*.part`
-    files are kept for resuming, unless the disk is full.
-    """
-    work = folder / f".{entry.name}.work"
-    with _reporting_write_errors(entry, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f".{entry.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        with _reporting_write_errors(entry, folder):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress(Event(f"another process is downloading {entry.name}; waiting for it"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            _remove_leftovers(work)
-            work.mkdir(exist_ok=True)
-        try:
-            yield work
-        except BaseException as error:
-            _remove_leftovers(work)
-            if getattr(error.__cause__, "errno", None) in _DISK_FULL:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
-        shutil.rmtree(work, ignore_errors=True)
-    finally:
-        os.close(lock)  # this also releases the lock
-
-
-def _remove_leftovers(work: Path) -> None:
-    for path in work.iterdir() if work.is_dir() else ():
-        if path.suffix != ".part":
-            path.unlink(missing_ok=True)
-    if work.is_dir() and not any(work.iterdir()):
-        work.rmdir()
-
-
-def install(entry: DataSet, file: File, content: bytes, folder: Path, work: Path) -> None:
-    """Store a verified file atomically; see [Note: data folder]."""
-    with _reporting_write_errors(entry, folder):
-        set_folder = folder / entry.name
-        set_folder.mkdir(exist_ok=True)
-        write_atomically(set_folder / file.name, content, work)
-
-
-def _check_space(entry: DataSet, files: Sequence[File], folder: Path) -> None:
-    """MachineError if the disk cannot hold the files together with the download they are unpacked from."""
-    needed = sum(file.num_bytes for file in files) + entry.download_bytes
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise MachineError(
-            f"{entry.name} needs {needed / 1e6:.0f} MB in {folder}, which has {free / 1e6:.0f} MB free; "
-            f"{_other_folder_hint(entry)}"
-        )
-
-
-@contextmanager
-def _reporting_write_errors(entry: DataSet, folder: Path) -> Iterator[None]:
-    """Turn an OSError into a MachineError that names the folder and how to choose another."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"cannot write {entry.name} to {folder} ({why_not_written(error)}); {_other_folder_hint(entry)}"
-        ) from error
-
-
-def _other_folder_hint(entry: DataSet) -> str:
-    return f"choose another folder: UNEVEN_DATA=/some/folder uneven data get {entry.name}"
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
