@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from uneven.data import fingerprint
-from uneven.data.file_list import describe_files
-from uneven.data.fingerprint import compare_data, describe_data
+from uneven.data.fingerprint import compare_data, describe_data, describe_files
 from uneven.data.tensors import TensorData
 
 
@@ -91,18 +90,21 @@ def test_files_are_found_below_other_data_sets(tmp_path: Path) -> None:
 
 def test_the_end_of_a_large_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """There a Parquet file has its row groups: with others, equal numbers are other samples."""
-    monkeypatch.setattr("uneven.data.file_list.WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr("uneven.data.fingerprint.WHOLE_FILES", 1 << 20)
     contents = [{"train.parquet": bytes(2 << 20) + end} for end in (b"2 row groups", b"3 row groups")]
     ours, theirs = (files(tmp_path / name, one) for name, one in zip("ab", contents, strict=True))
     assert "the content of train.parquet" in compared(ours, theirs)
 
 
 def test_long_lists_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("uneven.data.file_list.MOST_NAMES", 10)
+    monkeypatch.setattr("uneven.data.fingerprint.MOST_NAMES", 10)
     names = [f"/data/{number}.jpg" for number in range(95)]
-    found = [describe_files(list_) for list_ in (names, [*names[:60], "/data/x.jpg", *names[61:]])]
-    assert len(found[0]["names"]) == 10
-    difference = fingerprint._compare_files("node2", "paths", *found)
+    found = [
+        {"files": describe_files("paths", list_), "contents": {}}
+        for list_ in (names, [*names[:60], "/data/x.jpg", *names[61:]])
+    ]
+    assert sum("from number" in name for name in found[0]["files"]) == 10
+    difference = compare_data("node2", "the data set", found[0], found[1])
     assert "a file of paths from number 60 on" in str(difference)
 
 
@@ -173,5 +175,5 @@ def test_a_sample_that_cannot_be_read_is_a_difference() -> None:
             raise OSError(index)
 
     ours, theirs = (describe_data(one) for one in ([5], [5]))
-    theirs["picks"]["0"] = fingerprint._read(Broken(), 0, 0)
+    theirs["contents"]["sample 0"] = fingerprint._read(Broken(), 0, 0)[""]
     assert "is unreadable (OSError), the leader's is int" in str(compare_data("node2", "the data set", ours, theirs))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from uneven.config import Loading, RunConfig, Task, is_stream
 from uneven.data.sample_order import permutation, sample_keys
@@ -96,8 +96,10 @@ class DrawnOrder:
 
     def _restart(self) -> None:
         memo: dict[int, Any] = {}
-        self._sampler = _copied(self._loading.batch_sampler if self.is_batches else self._loading.sampler, memo)
-        self._generator = _copied(self._loading.generator, memo)
+        self._sampler = with_own_generators(
+            self._loading.batch_sampler if self.is_batches else self._loading.sampler, memo
+        )
+        self._generator = with_own_generators(self._loading.generator, memo)
         self._drawn: dict[int, tuple[NDArray[np.int64], list[int]]] = {}
         self._next = 0
 
@@ -208,22 +210,24 @@ def random_states_preserved() -> Iterator[None]:
             set_random_states(before)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A sampler with generators of its own, so that drawing does not move the user's; generators stay shared."""
+_GENERATORS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+def with_own_generators(value: Any, memo: dict[int, Any]) -> Any:
+    """A sampler or data set with generators of its own, so that drawing does not move the user's; those that are one
+    stay one (`memo`)."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, torch.Generator):
         twin: Any = torch.Generator(device=value.device)
         twin.set_state(value.get_state())
-    elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+    elif isinstance(value, _GENERATORS):
         twin = copy.deepcopy(value)
-    elif isinstance(value, Sampler) or (hasattr(value, "__iter__") and hasattr(value, "__dict__")):
+    elif hasattr(value, "__dict__") and (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
         twin = copy.copy(value)
         for name, part in vars(value).items():
-            if isinstance(
-                part, torch.Generator | Sampler | random.Random | np.random.Generator | np.random.RandomState
-            ):
-                twin.__dict__[name] = _copied(part, memo)
+            if isinstance(part, _GENERATORS | Sampler | Dataset):
+                twin.__dict__[name] = with_own_generators(part, memo)
     else:
         twin = value
     memo[id(value)] = twin

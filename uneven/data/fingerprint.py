@@ -2,17 +2,16 @@
 
 Ranks of several machines call `describe_data` (launch/checks/parity.py), one per machine, exchange the descriptions
 (plain JSON), and `compare_data` names the first difference. Tensors are read whole up to a size, other data sets at a
-few fixed positions, files by name, order, size and content. Bounded in time and bytes; a stream is not
-consumed, and no random state is disturbed. What a data set draws at random in a sample is left out: it shows, because
-every sample is read under two seeds.
+few fixed positions, files by name, order, size and content: lists of paths, (path, label) pairs, single paths and
+memory-mapped arrays in the attributes of a data set, by their names below the folder that they share. Bounded in time
+and bytes; a stream is not consumed, and no random state is disturbed. What a data set draws at random in a sample is
+left out: it shows, because every sample is read under two seeds.
 """
 
 import os
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 
 from uneven.config import is_stream
-from uneven.data.epoch_order import random_states_preserved, seed_generators
-from uneven.data.file_list import describe_files, file_lists
+from uneven.data.epoch_order import random_states_preserved, seed_generators, with_own_generators
 from uneven.data.sample_order import permutation, sample_keys
 from uneven.data.source import ShardedDataset, count_samples, shard_sizes
 from uneven.data.tensors import is_gathered
@@ -36,80 +34,58 @@ PICKS, PICKS_S = 8, 1.0  # samples that are read, and the time after which no fu
 MOST_PARTS = 64
 CHUNKS = 64  # of an array of floats
 CLOSE = 1e-6  # relative: sums in another order, on another processor
+MOST_NAMES = 20_000  # that are compared one by one; a longer list is compared in so many pieces
+MOST_SIZES = 2_000
+WHOLE_FILES = 64 << 20  # bytes of all files of a list together, up to which they are read whole
+SAMPLED_FILES = 16  # of what is larger
+BLOCKS = 8  # of each of them, the last one among them: there a Parquet file has its row groups
+BLOCK = 1 << 16
+DEPTH = 3
 FIX = "copy the leader's data there, or leave the check out with --skip data"
+SORT = "sort the list in the script: folders are listed in any order"
+
+# What is compared, by its name: its kind, a digest, how it is shown, and of floats sums that tell rounding from others.
+Entry = dict[str, Any]
+Entries = dict[str, Entry]
 
 
-def describe_data(dataset: Any) -> dict[str, Any]:
+def describe_data(dataset: Any) -> dict[str, Entries]:
     """A data set as plain JSON; reads at most a few samples, rows and blocks of files."""
-    lists = {name: describe_files(paths) for name, paths in file_lists(dataset).items() if paths}
+    files: Entries = {}
+    for name, paths in dict(_file_lists(dataset, "", DEPTH, set())).items():
+        files |= describe_files(name, paths)
     sizes = shard_sizes(dataset) if is_stream(dataset) else None
-    found: dict[str, Any] = {"samples": count_samples(dataset), "files": lists, "shards": sizes}
-    tensors = _tensors(dataset)
-    found["tensors"] = {name: _describe_array(tensor) for name, tensor in tensors.items()}
+    contents = {"the number of shards": _text(len(sizes or ()))}
+    contents |= {f"shard {number}": _text(f"{size} samples") for number, size in enumerate(sizes or ())}
+    contents["the length"] = _text(count_samples(dataset))
+    contents |= {name: _describe_array(tensor) for name, tensor in _tensors(dataset).items()}
     is_read_by_rows = isinstance(dataset, Tensor) or is_gathered(dataset)
     if not is_read_by_rows and (sizes is not None or not is_stream(dataset)):
-        found["picks"], found["random"] = _read_samples(ShardedDataset(dataset) if sizes is not None else dataset)
-    return found
+        contents |= _read_samples(ShardedDataset(dataset) if sizes is not None else dataset)
+    return {"files": files, "contents": contents}
 
 
-def compare_data(host: str, what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Difference | None:
+def compare_data(host: str, what: str, ours: Mapping[str, Entries], theirs: Mapping[str, Entries]) -> Difference | None:
     """The first difference of a machine's data from the leader's; `what` is 'the data set' or 'the test set'."""
-    for names in ours["files"]:
-        if names in theirs["files"]:
-            found = _compare_files(host, names, ours["files"][names], theirs["files"][names])
-            if found is not None:
-                return found
-    if len(ours["shards"] or ()) != len(theirs["shards"] or ()):
-        counts = [str(len(one["shards"] or ())) for one in (theirs, ours)]
-        return Difference(host, f"the number of shards of {what}", counts[0], counts[1], FIX, "data")
-    for number, (a, b) in enumerate(zip(ours["shards"] or (), theirs["shards"] or (), strict=False)):
-        if a != b:
-            return Difference(host, f"shard {number} of {what}", f"{b} samples", f"{a}", FIX, "data")
-    if ours["samples"] != theirs["samples"]:
-        return Difference(host, f"the length of {what}", str(theirs["samples"]), str(ours["samples"]), FIX, "data")
-    for name, array in ours["tensors"].items():
-        if (values := _compare_arrays(array, theirs["tensors"].get(name, array))) is not None:
-            return Difference(host, f"{name} of {what}", values[0], values[1], FIX, "data")
-    return _compare_picks(host, what, ours, theirs)
-
-
-def _compare_files(host: str, label: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Difference | None:
-    if ours["count"] != theirs["count"]:
-        return Difference(
-            host, f"the number of files in {label}", str(theirs["count"]), str(ours["count"]), FIX, "data"
-        )
-    for number, (a, b) in enumerate(zip(ours["names"], theirs["names"], strict=True)):
-        if a != b:
-            is_shuffled = ours["sorted"] == theirs["sorted"]
-            first = number * ours["step"]
-            which = f"file {number} of {label}" if ours["step"] <= 1 else f"a file of {label} from number {first} on"
-            fix = "sort the list in the script: folders are listed in any order" if is_shuffled else FIX
-            return Difference(host, which, b, a, fix, "data")
-    for aspect, words in (("sizes", "the size"), ("content", "the content")):
-        for (name, a), (_, b) in zip(ours[aspect], theirs[aspect], strict=False):
-            if a != b:
-                return Difference(host, f"{words} of {name} in {label}", _short(b), _short(a), FIX, "data")
-    return None
-
-
-def _short(value: Any) -> str:
-    return "missing" if value is None else str(value)
-
-
-def _compare_picks(host: str, what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Difference | None:
-    drawn = {*ours.get("random", ()), *theirs.get("random", ())}
-    for number, parts in ours.get("picks", {}).items():
-        others = theirs.get("picks", {}).get(number, {})
-        for name, part in parts.items():
-            if name in drawn or name not in others:
+    for section, of in (("files", ""), ("contents", f" of {what}")):
+        for name, entry in ours[section].items():
+            values = _compare(entry, theirs[section].get(name, entry))
+            if values is None:
                 continue
-            if (values := _compare_arrays(part, others[name])) is not None:
-                return Difference(host, f"sample {number}{name} of {what}", values[0], values[1], FIX, "data")
+            label = name.partition(" of ")[2]
+            is_shuffled = name.startswith("file ") and _names_in(ours[section], label) == _names_in(
+                theirs[section], label
+            )
+            return Difference(host, name + of, values[0], values[1], SORT if is_shuffled else FIX, "data")
     return None
 
 
-def _compare_arrays(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(theirs, ours) where two arrays differ by more than rounding."""
+def _names_in(files: Entries, label: str) -> list[str]:
+    return sorted(entry["shown"] for name, entry in files.items() if name.endswith(f" of {label}"))
+
+
+def _compare(ours: Entry, theirs: Entry) -> tuple[str, str] | None:
+    """(theirs, ours) where two differ by more than rounding."""
     if ours["kind"] != theirs["kind"]:
         return str(theirs["kind"]), str(ours["kind"])
     if ours["digest"] == theirs["digest"]:
@@ -118,6 +94,115 @@ def _compare_arrays(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple
     if ours.get("sums") and all(abs(a - b) <= CLOSE * norm for a, b, norm in parts):
         return None
     return theirs.get("shown") or f"other values ({theirs['digest']})", ours.get("shown") or ours["digest"]
+
+
+def _text(value: object) -> Entry:
+    return {"kind": "", "digest": str(value), "shown": str(value)}
+
+
+def describe_files(label: str, paths: Sequence[str]) -> Entries:
+    """A list of files; equal where names, order, sizes and content are."""
+    names = _relative(paths)
+    step = -(-len(names) // MOST_NAMES)
+    found = {f"the number of files in {label}": _text(len(names))}
+    if step == 1:
+        found |= {f"file {number} of {label}": _text(name) for number, name in enumerate(names)}
+    else:
+        for at in range(0, len(names), step):
+            piece = "\0".join(names[at : at + step]).encode(errors="surrogateescape")
+            found[f"a file of {label} from number {at} on"] = _text(_hash(piece))
+    few = len(names) <= MOST_SIZES
+    sizes = {number: _size(paths[number]) for number in _evenly(len(names), len(names) if few else SAMPLED_FILES)}
+    for number, size in sizes.items():
+        found[f"the size of {names[number]} in {label}"] = _text("missing" if size is None else size)
+    is_whole = few and sum(size or 0 for size in sizes.values()) <= WHOLE_FILES
+    for place in _evenly(len(sizes), len(sizes) if is_whole else SAMPLED_FILES):
+        number, size = list(sizes.items())[place]
+        if size is not None:
+            found[f"the content of {names[number]} in {label}"] = _text(_content(paths[number], size, is_whole))
+    return found
+
+
+def _content(path: str, size: int, is_whole: bool) -> str:
+    found = blake2b(str(size).encode(), digest_size=8)
+    try:
+        with open(path, "rb") as file:
+            if is_whole or size <= BLOCKS * BLOCK:
+                while chunk := file.read(1 << 20):
+                    found.update(chunk)
+            else:
+                for number in range(BLOCKS):
+                    file.seek(number * (size - BLOCK) // (BLOCKS - 1))
+                    found.update(file.read(BLOCK))
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return found.hexdigest()
+
+
+def _file_lists(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, list[str]]]:
+    """(attribute, paths in their order) of a data set and of those inside it; no file is opened."""
+    if isinstance(value, list | tuple):
+        if (paths := _paths(value, ())) is not None:
+            yield name or "dataset", paths
+        elif name and len(value) <= MOST_PARTS:
+            for number, inner in enumerate(value):
+                yield from _file_lists(inner, f"{name}[{number}]", depth, seen)
+        return
+    if not depth or id(value) in seen or type(value).__module__.partition(".")[0] in ("datasets", "pyarrow"):
+        return  # datasets of that library keep generated files of their own
+    seen.add(id(value))
+    roots = [root for word in ("root", "folder", "data_dir", "img_dir") if _is_path(root := getattr(value, word, None))]
+    for attribute, part in list(getattr(value, "__dict__", {}).items()):
+        label = f"{name}.{attribute}" if name else attribute
+        if (paths := _paths(part, [str(root) for root in roots])) is not None:
+            yield label, paths
+        elif isinstance(part, list | tuple) or (hasattr(part, "__getitem__") and hasattr(part, "__dict__")):
+            yield from _file_lists(part, label, depth - 1, seen)
+
+
+def _paths(value: Any, roots: Sequence[str]) -> list[str] | None:
+    """The paths that an attribute holds, or None where it holds something else."""
+    if isinstance(value, np.memmap) and value.filename is not None:
+        return [str(value.filename)]
+    if _is_path(value):
+        return [str(value)] if os.path.isfile(value) else None
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "UO":
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    entries = [entry[0] if isinstance(entry, list | tuple) and entry else entry for entry in value]
+    if not all(map(_is_path, entries)):
+        return None
+    looks = [entries[place] for place in _evenly(len(entries), 5)]
+    for root in ("", *roots):
+        if any(os.path.isfile(os.path.join(root, entry)) for entry in looks):
+            return [os.path.join(root, entry) for entry in entries]
+    return None
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path) and 0 < len(str(value)) < 1024 and "\n" not in str(value)
+
+
+def _relative(paths: Sequence[str]) -> list[str]:
+    """Names below the folder that all of them share."""
+    whole = [os.path.abspath(path) for path in paths]
+    # The least and the greatest differ earliest: a list may have a million names.
+    shared = os.path.commonpath([os.path.dirname(min(whole)), os.path.dirname(max(whole))])
+    return [os.path.relpath(path, shared) if shared == os.sep else path[len(shared) + 1 :] for path in whole]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most so many numbers below `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def _size(path: str) -> int | None:
+    with suppress(OSError):
+        return os.stat(path).st_size
+    return None
 
 
 def _tensors(dataset: Any) -> dict[str, Tensor]:
@@ -137,7 +222,7 @@ def _tensors(dataset: Any) -> dict[str, Tensor]:
     return found
 
 
-def _describe_array(tensor: Tensor) -> dict[str, Any]:
+def _describe_array(tensor: Tensor) -> Entry:
     """Type, shape and digest; of floats also random projections of pieces, which tell rounding from other values."""
     tensor = tensor.detach()
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
@@ -147,7 +232,7 @@ def _describe_array(tensor: Tensor) -> dict[str, Any]:
         rows = torch.linspace(0, len(tensor) - 1, SAMPLED_ROWS, dtype=torch.float64).long()
         tensor = tensor.index_select(0, rows.to(tensor.device))
     flat = tensor.cpu().contiguous().reshape(-1)
-    described: dict[str, Any] = {"kind": kind, "digest": _hash(flat.view(torch.uint8).numpy().tobytes())}
+    described: Entry = {"kind": kind, "digest": _hash(flat.view(torch.uint8).numpy().tobytes())}
     if flat.is_floating_point() and flat.numel():
         described["sums"], described["norms"] = _project(flat)
     return described
@@ -168,31 +253,32 @@ def _project(flat: Tensor) -> tuple[list[float], list[float]]:
     return sums, norms
 
 
-def _read_samples(dataset: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Parts of some samples by position and name, and the names of those that are drawn at random."""
-    samples = len(dataset)
+def _read_samples(dataset: Any) -> Entries:
+    """The parts of some samples, without those that are drawn at random."""
+    samples, twin = len(dataset), with_own_generators(dataset, {})
     numbers = list(dict.fromkeys([0, samples - 1, *permutation(0, 0, min(samples, 1 << 20))[: PICKS - 2].tolist()]))
     keys = sample_keys(0, 0, 2).tolist()
-    picks: dict[str, dict[str, Any]] = {}
+    picks: dict[int, Entries] = {}
     drawn: set[str] = set()
     end_s = time.monotonic() + PICKS_S
-    with random_states_preserved(), _own_generators_preserved(dataset):
+    with random_states_preserved():
         for number in numbers:
-            first, *again = [_read(dataset, number, key) for key in (keys[0], keys[0], keys[1])]
+            first, *again = [_read(twin, number, key) for key in (keys[0], keys[0], keys[1])]
             drawn |= {name for other in again for name, part in first.items() if other.get(name) != part}
-            picks[str(number)] = first
+            picks[number] = first
             if time.monotonic() > end_s:
                 break
-    return picks, sorted(drawn)
+    found = ((number, name, part) for number, parts in picks.items() for name, part in parts.items())
+    return {f"sample {number}{name}": part for number, name, part in found if name not in drawn}
 
 
-def _read(dataset: Any, number: int, key: int) -> dict[str, Any]:
+def _read(dataset: Any, number: int, key: int) -> Entries:
     seed_generators(key)
     try:
         sample = dataset[number]
     except Exception as error:  # told by the machine that cannot read it, as a difference
         return {"": {"kind": f"unreadable ({type(error).__name__})", "digest": ""}}
-    found: dict[str, Any] = {}
+    found: Entries = {}
     for name, part in _parts(sample, ""):
         if len(found) < MOST_PARTS:
             found[name] = _describe_part(part)
@@ -210,7 +296,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _describe_part(value: Any) -> dict[str, Any]:
+def _describe_part(value: Any) -> Entry:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor):
@@ -228,24 +314,3 @@ def _describe_part(value: Any) -> dict[str, Any]:
 
 def _hash(data: bytes) -> str:
     return blake2b(data, digest_size=6).hexdigest()
-
-
-@contextmanager
-def _own_generators_preserved(dataset: Any) -> Iterator[None]:
-    """Generators that the data set itself holds go on as if nothing had been read."""
-    undo: list[tuple[Callable[[Any], Any], Any]] = []
-    for owner in (dataset, getattr(dataset, "dataset", None)):
-        for value in list(getattr(owner, "__dict__", {}).values()):
-            if isinstance(value, torch.Generator):
-                undo.append((value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                undo.append((value.setstate, value.getstate()))
-            elif isinstance(value, np.random.RandomState):
-                undo.append((value.set_state, value.get_state()))
-            elif isinstance(value, np.random.Generator):
-                undo.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
-    try:
-        yield
-    finally:
-        for restore, state in undo:
-            restore(state)
