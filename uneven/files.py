@@ -122,7 +122,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o666 & ~_umask())  # it is made private; results are for whom the user lets read them
+            os.chmod(file.name, 0o666 & ~umask())  # it is made private; results are for whom the user lets read them
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
@@ -131,7 +131,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         sync_folder(path.parent)
 
 
-def _umask() -> int:
+def umask() -> int:
     """What new files are not to be. As the kernel has it: os.umask tells it by changing it, for all threads."""
     try:
         found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)

@@ -24,7 +24,7 @@ from torch import Tensor
 from uneven.errors import InputError
 from uneven.files import failure_mark, sync_folder, write_atomically
 from uneven.results.record import RECORD, check_files, describe, encode, listed_files, read_record, record_head
-from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
+from uneven.results.tensor_file import FileSum, open_tensors, write_file, write_tensors
 
 STATE, BEST = "state.safetensors", "best.safetensors"
 OTHER_RANK = "another rank could not write its part"
@@ -108,7 +108,7 @@ def seal(
         files.update(_wait_for_part(partial, rank, is_cancelled, places[rank] if places else f"rank {rank}"))
     record = {**record_head("checkpoint", files), "world_size": world_size}
     content = encode({**record, **{key: value for key, value in whole.record.items() if key not in record}})
-    write_pieces(partial / RECORD, [content])
+    write_file(partial / RECORD, content)
     sync_folder(partial)
     put_in_place(partial, folder)
 

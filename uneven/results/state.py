@@ -29,7 +29,7 @@ from uneven.policy.axis import Axis
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import RECORD, check_files, encode, read_record, record_head
 from uneven.results.state_tree import join_tree, split_tree
-from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
+from uneven.results.tensor_file import FileSum, open_tensors, write_file, write_tensors
 from uneven.timeline.timeline import RunFacts, Timeline
 
 # The fields that state.json has as they are; of the others it has the names, or log.json has them.
@@ -168,8 +168,8 @@ class TrainedState:
                     resumed = {"saves": self.saves, "stop_rounds": self.stop_rounds, "segments": self.segments}
                     resumed |= {"members": self.members} if self.members else {}
                     log = log_record(self.log, self.rounds, self.dropped, *head, resumed)
-                    files["log.json"] = write_pieces(work / "log.json", [json.dumps(log).encode()])
-                write_pieces(work / RECORD, [encode({**record_head("result", files), **self.record()})])
+                    files["log.json"] = write_file(work / "log.json", json.dumps(log).encode())
+                write_file(work / RECORD, encode({**record_head("result", files), **self.record()}))
                 (folder / RECORD).unlink(missing_ok=True)  # of an earlier state: it does not describe these files
                 for name in (*files, RECORD):
                     (work / name).replace(folder / name)

@@ -42,7 +42,7 @@ from uneven.policy.scale import lr_scale, ramp
 from uneven.policy.stream_axis import expected_samples
 from uneven.results.state import read_structure
 from uneven.results.state_tree import split_tree
-from uneven.results.tensor_file import TYPES
+from uneven.results.tensor_file import can_hold
 from uneven.step.captured import CapturedStep
 from uneven.step.eager import BeforeUpdate, EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict, is_expanded
@@ -374,7 +374,7 @@ def check_extra_state(model: nn.Module) -> None:
 def check_types(model: nn.Module) -> None:
     """InputError where a file, by which the result leaves a rank or the run, cannot hold a tensor of the model."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype not in TYPES:
+        if not can_hold(tensor.dtype):
             raise InputError(
                 f"{name} is of {tensor.dtype}, which a safetensors file cannot hold: make it of another type "
                 "(complex64), or train on one device without out"
