@@ -43,7 +43,8 @@ def make_run(ranks: int = 2, steps: int = 120, epochs: int = 3, seed: int = 0) -
         Sample(t, 50.0 + t % 50, 90.0 + t % 70, 10**9, 10**8, ((0, float(t % 100), 10**9),))
         for t in range(100 * MS, end, 100 * MS)
     ]
-    return Timeline(timeline.lanes, timeline.accounts, sorted(events, key=lambda event: event.t_ns), samples)
+    lanes_ = [replace(lane, samples=steps * 32) for lane in timeline.lanes]
+    return Timeline(lanes_, timeline.accounts, sorted(events, key=lambda event: event.t_ns), samples)
 
 
 def make_machines(steps: int = 120) -> Timeline:

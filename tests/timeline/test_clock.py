@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -143,7 +142,7 @@ def test_a_machine_that_was_never_compared_has_no_bound() -> None:
     assert read.alignment(3)(7) == 9
 
 
-def test_json_reads_back_with_machines_and_without() -> None:
+def test_json_reads_back_with_machines() -> None:
     timeline, _ = aligned_run()
     record = json.loads(json.dumps(timeline.to_json()))
     assert Timeline.from_json(record) == timeline
@@ -151,14 +150,5 @@ def test_json_reads_back_with_machines_and_without() -> None:
     carl = record["machines"][2]
     assert carl["error_ns"] > 0
     assert carl["offset_ns"] == pytest.approx(60 * S, abs=S)
-    old = json.loads(json.dumps(make_run().to_json()))  # as runs were recorded before
-    del old["machines"]
-    for entry in (*old["ranks"], *old["samples"]):
-        entry.pop("machine")
-        entry.pop("host", None)
-    read = Timeline.from_json(old)
-    assert read == make_run()
-    assert read.is_one_machine
-    assert read.name(read.lanes[0]) == "cpu@0"
+    assert make_run().name(make_run().lanes[0]) == "cpu@0"
     assert timeline.name(timeline.lanes[3]) == "cpu on carl"
-    assert replace(timeline, machines=()).name(timeline.lanes[3]) == "cpu"

@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 
 from tests.train.local_runs import train
-from uneven.timeline.record import Event
 from uneven.timeline.timeline import Timeline, rank_rounds
 
 
@@ -20,7 +19,6 @@ def test_a_run_records_the_stages_of_every_round(policy: str) -> None:
         # How many there are depends on the measured speeds; the first entry of `rounds` is round 0.
         assert len(own) == len(results[rank].rounds) - 1 >= 1
         for round_ in own:
-            assert round_.snapshot_ns is not None
             assert (
                 timeline.lanes[rank].spans[0][1]
                 < round_.snapshot_ns
@@ -28,19 +26,6 @@ def test_a_run_records_the_stages_of_every_round(policy: str) -> None:
                 <= round_.averaged_ns
                 <= round_.merged_ns
             )
-            assert round_.wire_bytes is not None
             assert round_.wire_bytes > 0
         # At most one round of a rank is in flight.
-        assert all(before.merged_ns <= (after.snapshot_ns or 0) for before, after in pairwise(own))
-
-
-def test_a_round_recorded_without_stages_has_no_snapshot_time() -> None:
-    (round_,) = rank_rounds([Event(5, 1, "round", {"round": 2, "transfer_ms": 0.5}), Event(6, 1, "epoch", {})])
-    assert (round_.rank, round_.number, round_.merged_ns, round_.snapshot_ns, round_.wire_bytes) == (
-        1,
-        2,
-        5,
-        None,
-        None,
-    )
-    assert round_.cost_ms == 0.5
+        assert all(before.merged_ns <= after.snapshot_ns for before, after in pairwise(own))

@@ -107,7 +107,7 @@ def test_the_trace_equals_the_timeline() -> None:
 
 def test_a_round_in_the_background_has_a_lane_of_its_own() -> None:
     fields = {"round": 7, "bytes": 1000, "left_ms_ago": 9.0, "met_ms_ago": 5.0, "back_ms_ago": 2.0, "transfer_ms": 0.5}
-    events = [Event(20_000_000, 1, "round", fields), Event(21_000_000, 0, "round", {"round": 7})]
+    events = [Event(20_000_000, 1, "round", fields)]
     timeline = lanes_of([("compute", 30_000_000)], [("compute", 30_000_000)])
     entries = to_trace(Timeline(timeline.lanes, [], events, []))["traceEvents"]
     rounds = [entry for entry in entries if entry["ph"] == "X" and entry["tid"] == 21]
@@ -118,7 +118,7 @@ def test_a_round_in_the_background_has_a_lane_of_its_own() -> None:
         ("waiting for its merge", 18_000, 2_000),
     ]
     assert rounds[0]["args"] == {"bytes": 1000, "cost_ms": 0.5, "steps_late": 0, "mb_per_s": pytest.approx(1 / 3)}
-    assert {entry["tid"] for entry in entries if entry["ph"] == "X"} == {10, 20, 21}  # rank 0's round has no stages
+    assert {entry["tid"] for entry in entries if entry["ph"] == "X"} == {10, 20, 21}
 
 
 def test_the_shortest_of_too_many_spans_are_left_out_and_counted() -> None:

@@ -65,7 +65,6 @@ def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
     mark_epochs(fig, epochs)
     for place, curve in enumerate(curves):
         _draw(chart, curve, top - 1 - place + LOW)
-    _draw_texts(chart, curves)
     seconds = _window_ns(end_ns) / 1e9
     chart.notes.append(
         "A lane is full at 100 %, unless its text says otherwise (a process has 100 % for each core). "
@@ -132,18 +131,10 @@ def _draw(chart: Chart, curve: _Curve, bottom: float) -> None:
     paint(fig.varea(x="x", y1="low", y2="high", source=table, fill_alpha=0.35), curve.name, curve.colour)
     line = paint(fig.line(x="x", y="high", source=table, line_width=1.5), curve.name, curve.colour)
     add_tooltip(fig, [line], f"{curve.label}<br>@percent{{0.0}} % at @x{{0.000}} s")
-
-
-def _draw_texts(chart: Chart, curves: Sequence[_Curve]) -> None:
-    top = len(curves)
-    columns = {
-        "x": np.zeros(top),
-        "y": np.array([top - 1 - place + FULL + 0.04 for place in range(top)], dtype=np.float32),
-        "text": [curve.text for curve in curves],
-    }
-    texts = chart.figure.text(x="x", y="y", text="text", source=source(columns), x_offset=4)
-    texts.glyph.update(text_font=value(FONT), text_font_size="11px", text_baseline="bottom")
-    paint(texts, "busy-texts", "faint")
+    at = {"x": [0.0], "y": [bottom + FULL - LOW + 0.04], "text": [curve.text]}
+    text = fig.text(x="x", y="y", text="text", source=source(at), x_offset=4)
+    text.glyph.update(text_font=value(FONT), text_font_size="11px", text_baseline="bottom")
+    paint(text, "busy-texts", "faint")
 
 
 def _window_ns(end_ns: int) -> int:

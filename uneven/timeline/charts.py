@@ -169,6 +169,17 @@ def add_curve(chart: Chart, name: str, label: str, place: int, columns: Mapping[
     chart.keys.append(Key(label, names, colour, dash))
 
 
+def add_steps(
+    chart: Chart, name: str, label: str, place: int, points: Sequence[tuple[float, float]], end_s: float
+) -> None:
+    """As a curve, of values that hold from their time on until the next one, the last one until the end."""
+    columns = {"x": [*(x for x, _ in points), end_s], "y": [*(y for _, y in points), points[-1][1]]}
+    colour, dash = rank_colour(place), rank_dash(place)
+    line = chart.figure.step(x="x", y="y", source=source(columns), mode="after", line_width=2, line_dash=dash)
+    add_tooltip(chart.figure, [paint(line, name, colour)], f"{label}<br>@y{{0.0}} at @x{{0.000}} s")
+    chart.keys.append(Key(label, (name,), colour, dash))
+
+
 def mark_epochs(fig: figure, epochs: Epochs) -> None:
     """Draw a line at the end of every epoch; of many epochs only every second, fifth, tenth ..."""
     times_s = list(thin_epochs(epochs).values())

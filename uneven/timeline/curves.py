@@ -5,24 +5,23 @@ page.py calls them. A function that has nothing to draw returns a sentence for t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from bokeh.models import ColumnDataSource, DataRange1d, NumeralTickFormatter, Range1d
+from bokeh.models import DataRange1d, NumeralTickFormatter, Range1d
 
 from uneven.config import ENTRY_KEYS
 from uneven.timeline.charts import (
     Chart,
     Epochs,
-    Key,
     TimeAxis,
     add_curve,
+    add_steps,
     add_tooltip,
     mark_epochs,
     paint,
     plain_figure,
     rank_colour,
-    rank_dash,
     source,
     time_figure,
 )
@@ -59,19 +58,17 @@ def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
     trained_shares = evenly_spaced(trained_shares, MAX_POINTS)
     for place, lane in enumerate(present):
         name = f"rank {lane.rank}: {lane.device}"
-        line = _Line(f"share-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
-        times, planned = [t / 1e9 for t, _ in planned_shares], [100.0 * shares[place] for _, shares in planned_shares]
-        _draw_steps(chart, line, source({"x": [*times, axis.end_s], "y": [*planned, planned[-1]]}))
+        points = [(t / 1e9, 100.0 * shares[place]) for t, shares in planned_shares]
+        add_steps(chart, f"share-{lane.rank}", name, lane.rank, points, axis.end_s)
         if trained_shares:
             columns = {
                 "x": [t / 1e9 for t, _ in trained_shares],
                 "y": [100.0 * shares[place] for _, shares in trained_shares],
             }
             dots = fig.scatter(x="x", y="y", source=source(columns), size=7, line_width=0.5)
-            add_tooltip(
-                fig, [paint(dots, f"done-{lane.rank}", line.colour)], f"{name}<br>@y{{0.0}} % of a round's samples"
-            )
-            chart.keys[-1] = Key(name, (line.name, f"done-{lane.rank}"), line.colour, line.dash)
+            paint(dots, f"done-{lane.rank}", rank_colour(lane.rank))
+            add_tooltip(fig, [dots], f"{name}<br>@y{{0.0}} % of a round's samples")
+            chart.keys[-1] = replace(chart.keys[-1], renderers=(f"share-{lane.rank}", f"done-{lane.rank}"))
     if changed:
         chart.notes.append("Since the last change of ranks.")
     if trained_shares:
@@ -94,10 +91,9 @@ def anchor_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
     chart = Chart(fig)
     mark_epochs(fig, epochs)
     shown = evenly_spaced(changes, MAX_POINTS)
-    times, anchors = [event.t_ns / 1e9 for event in shown], [float(event.fields["anchor"]) for event in shown]
-    line = _Line("anchor-line", "anchor (of the slowest device)", "rank-0", "solid")
-    _draw_steps(chart, line, source({"x": [*times, axis.end_s], "y": [*anchors, anchors[-1]]}))
-    fig.y_range = Range1d(start=0.0, end=1.15 * max(anchors))
+    points = [(event.t_ns / 1e9, float(event.fields["anchor"])) for event in shown]
+    add_steps(chart, "anchor-line", "anchor (of the slowest device)", 0, points, axis.end_s)
+    fig.y_range = Range1d(start=0.0, end=1.15 * max(anchor for _, anchor in points))
     return chart
 
 
@@ -136,25 +132,6 @@ def metric_charts(
 def entry_key(entry: Mapping[str, Any]) -> tuple[int, int]:
     """What an entry of the history is found by; the entries of older runs have no step."""
     return int(entry["epoch"]), int(entry.get("step", 0))
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The name and style of a curve."""
-
-    name: str
-    label: str
-    colour: str
-    dash: str
-    width: float = 2.0
-
-
-def _draw_steps(chart: Chart, line: _Line, table: ColumnDataSource) -> None:
-    fig = chart.figure
-    drawn = fig.step(x="x", y="y", source=table, mode="after", line_width=line.width, line_dash=line.dash)
-    paint(drawn, line.name, line.colour)
-    add_tooltip(fig, [drawn], f"{line.label}<br>@y{{0.0}} at @x{{0.000}} s")
-    chart.keys.append(Key(line.label, (line.name,), line.colour, line.dash))
 
 
 def _draw_metric(chart: Chart, place: int, name: str, xs: Sequence[float], points: Sequence[Mapping[str, Any]]) -> None:

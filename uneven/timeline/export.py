@@ -20,7 +20,7 @@ that count, `redone` others, which were trained again.
 A number in an event that is not finite (the loss of a diverged run) is null, in all three files: JSON has no such
 numbers, and viewers refuse a file that contains them.
 All times are on the clock of machine 0. `offset_ns` was added to those of another machine, more or less as it drifted
-(`readings`, on its own clock); they may be off by `error_ns`. Files of earlier versions have no machines and no links.
+(`readings`, on its own clock); they may be off by `error_ns`.
 CSV columns: t_ms, rank, kind, ms, fields (JSON), machine, host. `kind` is a state, an event's kind, "sample", or
 "clock": a row for each of several machines, with its offset_ms, error_ms and drift_ppm in the fields.
 trace.json is in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process
@@ -38,7 +38,7 @@ from uneven.files import finite
 from uneven.timeline.clock import Machine
 from uneven.timeline.cold_start import cold_starts
 from uneven.timeline.links import machine_links
-from uneven.timeline.timeline import HERE, RankRound, Timeline, rank_rounds
+from uneven.timeline.timeline import RankRound, Timeline, rank_rounds
 
 MAX_TRACE_SPANS = 200_000  # of the whole trace
 
@@ -60,7 +60,7 @@ def save_timeline(timeline: Timeline, folder: Path) -> None:
 
 def to_csv(timeline: Timeline) -> str:
     """All spans, events and samples, ordered by time."""
-    hosts = {machine.number: machine.host for machine in timeline.machines or (HERE,)}
+    hosts = {machine.number: machine.host for machine in timeline.machines}
     place_of = {lane.rank: lane.machine for lane in timeline.lanes}
     rows: list[tuple[int, int | str, str, int, dict[str, Any], int]] = []
     if not timeline.is_one_machine:
@@ -101,7 +101,7 @@ def to_trace(timeline: Timeline, max_spans: int = MAX_TRACE_SPANS) -> dict[str, 
             for state, first, last in lane.spans
             if last - first >= shortest_ns
         ]
-    rounds = [round_ for round_ in rank_rounds(timeline.events) if round_.snapshot_ns is not None]
+    rounds = rank_rounds(timeline.events)
     for rank in sorted({round_.rank for round_ in rounds}):
         entries += _thread_metadata(_pid(rank), _tid(rank) + 1, "rounds", 1)
     for round_ in rounds:
@@ -152,7 +152,6 @@ def _thread_metadata(pid: int, tid: int, name: str, sort_index: int) -> list[Tra
 
 def _round_entries(round_: RankRound) -> list[TraceEvent]:
     """A round from its snapshot to its merge, with its stages nested in it."""
-    assert round_.snapshot_ns is not None, "only rounds that were recorded with the times of their stages"
     whole = {"ph": "X", "pid": _pid(round_.rank), "tid": _tid(round_.rank) + 1}
     args = {"bytes": round_.wire_bytes, "cost_ms": round_.cost_ms, "steps_late": round_.steps_late}
     args |= {} if round_.mb_per_s is None else {"mb_per_s": round_.mb_per_s}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from bokeh.core.properties import value
@@ -30,7 +31,7 @@ from uneven.timeline.links import short
 from uneven.timeline.page_machines import HEADING, draw_headings
 from uneven.timeline.record import NOT_TRAINING, STATES, TRAINING, Event
 from uneven.timeline.thin import Piece, bin_spans, evenly_spaced, thin_spans
-from uneven.timeline.timeline import HERE, Lane, RankRound, Timeline
+from uneven.timeline.timeline import Lane, RankRound, Timeline
 
 # Limits on what is drawn, so that a browser stays fluid and the page small.
 MAX_PIECES = 16_000  # of all lanes together, zoomed in
@@ -83,7 +84,7 @@ def _place_lanes(timeline: Timeline) -> tuple[Bases, list[tuple[Machine, float]]
     base: Bases = {}
     headings: list[tuple[Machine, float]] = []
     at = 0.0
-    groups = [(machine, timeline.lanes_of(machine)) for machine in timeline.machines or (HERE,)]
+    groups = [(machine, timeline.lanes_of(machine)) for machine in timeline.machines]
     for machine, lanes in reversed(groups):  # from the bottom to the top
         for lane in reversed(lanes):
             base[lane.rank] = at
@@ -177,15 +178,8 @@ def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: Bases) -> None:
     shown = sorted(gaps, key=lambda gap: -gap.length_ns)[:MAX_GAPS]
     if not shown:
         return
-    columns = {
-        "left": [gap.start_ns / 1e9 for gap in shown],
-        "right": [gap.end_ns / 1e9 for gap in shown],
-        "bottom": np.array([base[gap.rank] + IDLE[0] for gap in shown], dtype=np.float32),
-        "top": np.array([base[gap.rank] + IDLE[1] for gap in shown], dtype=np.float32),
-        "ms": np.array([gap.length_ns / 1e6 for gap in shown], dtype=np.float32),
-        "rank": np.array([gap.rank for gap in shown], dtype=np.uint16),
-        "causes": ["<br>".join(f"{cause} {format_ns(ns)}" for cause, ns in gap.parts) for gap in shown],
-    }
+    columns = _strips([(gap.rank, gap.start_ns, gap.end_ns) for gap in shown], base, IDLE)
+    columns["causes"] = ["<br>".join(f"{cause} {format_ns(ns)}" for cause, ns in gap.parts) for gap in shown]
     tooltip = "<b>idle</b> for @ms{0.[00]} ms, rank @rank<br>@causes{safe}"
     add_boxes(chart.figure, columns, "gaps", "gap", tooltip, fill_alpha=0.75)
     chart.keys.append(Key("idle gap", ("gaps",), "gap", "strip"))
@@ -195,76 +189,61 @@ def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: Bases) -> None:
         )
 
 
+def _strips(spans: Sequence[tuple[int, int, int]], base: Bases, band: tuple[float, float]) -> dict[str, Any]:
+    """The columns of boxes, from (rank, start, end), in a band of their lanes."""
+    return {
+        "left": [start / 1e9 for _, start, _ in spans],
+        "right": [end / 1e9 for _, _, end in spans],
+        "bottom": np.array([base[rank] + band[0] for rank, _, _ in spans], dtype=np.float32),
+        "top": np.array([base[rank] + band[1] for rank, _, _ in spans], dtype=np.float32),
+        "ms": np.array([(end - start) / 1e6 for _, start, end in spans], dtype=np.float32),
+        "rank": np.array([rank for rank, _, _ in spans], dtype=np.uint16),
+    }
+
+
 def _draw_rounds(chart: Chart, rounds: Sequence[RankRound], base: Bases) -> None:
     shown = evenly_spaced(rounds, MAX_ROUNDS)
     if not shown:
         return
-    fig, names = chart.figure, ["merges"]
-    columns = {
-        "x": [round_.merged_ns / 1e9 for round_ in shown],
-        "y": np.array([base[round_.rank] + sum(ROUNDS) / 2 for round_ in shown], dtype=np.float32),
-        **_round_columns(shown),
-    }
+    numbers = np.array([one.number for one in shown], dtype=np.int32)
     stages = (
-        ("collecting", "round-collecting", [(round_.snapshot_ns, round_.joined_ns) for round_ in shown]),
-        ("summing", "communication", [(round_.joined_ns, round_.averaged_ns) for round_ in shown]),
-        ("ready", "round-ready", [(round_.averaged_ns, round_.merged_ns) for round_ in shown]),
+        ("collecting", "waits for the other ranks", [(one.rank, one.snapshot_ns, one.joined_ns) for one in shown]),
+        ("summing", "is summed", [(one.rank, one.joined_ns, one.averaged_ns) for one in shown]),
+        ("ready", "is ready", [(one.rank, one.averaged_ns, one.merged_ns) for one in shown]),
     )
-    if all(round_.snapshot_ns is not None for round_ in shown):
-        for name, colour, ends in stages:
-            _draw_stage(fig, f"round-{name}", colour, shown, [(a or 0, b) for a, b in ends], base)
-            names.append(f"round-{name}")
-        chart.notes.append(
-            "Below a lane: the rounds. Grey: the snapshot waits for other ranks. The colour of communication: params "
-            "are summed. Light blue: the average waits until the rank merges it (triangle)."
-        )
-    marks = fig.scatter(x="x", y="y", marker="inverted_triangle", size=8, source=source(columns), line_width=0.5)
-    paint(marks, "merges", "round")
-    add_tooltip(fig, [marks], _ROUND_TOOLTIP)
-    chart.keys.append(Key("round", tuple(names), "round", "mark"))
+    for name, words, spans in stages:
+        columns = {**_strips(spans, base, ROUNDS), "number": numbers}
+        tooltip = f"<b>round @number</b> {words}<br>@ms{{0.[00]}} ms"
+        colour = "communication" if name == "summing" else f"round-{name}"
+        add_boxes(chart.figure, columns, f"round-{name}", colour, tooltip)
+    columns = {
+        "x": [one.merged_ns / 1e9 for one in shown],
+        "y": np.array([base[one.rank] + sum(ROUNDS) / 2 for one in shown], dtype=np.float32),
+        "number": numbers,
+        "rank": np.array([one.rank for one in shown], dtype=np.uint16),
+        "bytes": [format_bytes(one.wire_bytes) for one in shown],
+        "speed": ["" if one.mb_per_s is None else f", {short(one.mb_per_s)} MB/s" for one in shown],
+        "cost": np.array([one.cost_ms for one in shown], dtype=np.float32),
+        "wait": np.array([one.wait_ms for one in shown], dtype=np.float32),
+        "late": np.array([one.steps_late for one in shown], dtype=np.int32),
+        "divergence": np.array([one.divergence for one in shown], dtype=np.float32),
+    }
+    marks = chart.figure.scatter(
+        x="x", y="y", marker="inverted_triangle", size=8, source=source(columns), line_width=0.5
+    )
+    tooltip = (
+        "<b>round @number</b>, rank @rank<br>@bytes sent@speed<br>@cost{0.[00]} ms of its own time, @wait{0.[00]} ms "
+        "of waiting<br>merged @late steps late, divergence @divergence{0.0000}"
+    )
+    add_tooltip(chart.figure, [paint(marks, "merges", "round")], tooltip)
+    names = ("merges", *(f"round-{name}" for name, *_ in stages))
+    chart.keys.append(Key("round", names, "round", "mark"))
+    chart.notes.append(
+        "Below a lane: the rounds. Grey: the snapshot waits for other ranks. The colour of communication: params are "
+        "summed. Light blue: the average waits until the rank merges it (triangle)."
+    )
     if len(shown) < len(rounds):
         chart.notes.append(f"{len(shown):,} of {len(rounds):,} rounds are drawn, at even distances.")
-
-
-_ROUND_TOOLTIP = (
-    "<b>round @number</b>, rank @rank<br>@bytes sent@speed<br>@cost{0.[00]} ms of its own time, @wait{0.[00]} ms of "
-    "waiting<br>merged @late steps late, divergence @divergence{0.0000}"
-)
-
-
-def _round_columns(rounds: Sequence[RankRound]) -> dict[str, object]:
-    return {
-        "number": np.array([round_.number for round_ in rounds], dtype=np.int32),
-        "rank": np.array([round_.rank for round_ in rounds], dtype=np.uint16),
-        "bytes": [
-            "bytes unknown" if round_.wire_bytes is None else format_bytes(round_.wire_bytes) for round_ in rounds
-        ],
-        "speed": ["" if round_.mb_per_s is None else f", {short(round_.mb_per_s)} MB/s" for round_ in rounds],
-        "cost": np.array([round_.cost_ms for round_ in rounds], dtype=np.float32),
-        "wait": np.array([round_.wait_ms for round_ in rounds], dtype=np.float32),
-        "late": np.array([round_.steps_late for round_ in rounds], dtype=np.int32),
-        "divergence": np.array([round_.divergence for round_ in rounds], dtype=np.float32),
-    }
-
-
-def _draw_stage(
-    fig: figure,
-    name: str,
-    colour: str,
-    rounds: Sequence[RankRound],
-    ends: Sequence[tuple[int, int]],
-    base: Bases,
-) -> None:
-    columns = {
-        "left": [start / 1e9 for start, _ in ends],
-        "right": [end / 1e9 for _, end in ends],
-        "bottom": np.array([base[round_.rank] + ROUNDS[0] for round_ in rounds], dtype=np.float32),
-        "top": np.array([base[round_.rank] + ROUNDS[1] for round_ in rounds], dtype=np.float32),
-        "ms": np.array([(end - start) / 1e6 for start, end in ends], dtype=np.float32),
-        "number": np.array([round_.number for round_ in rounds], dtype=np.int32),
-    }
-    texts = {"round-collecting": "waits for the other ranks", "round-summing": "is summed", "round-ready": "is ready"}
-    add_boxes(fig, columns, name, colour, f"<b>round @number</b> {texts[name]}<br>@ms{{0.[00]}} ms")
 
 
 def _draw_events(chart: Chart, events: Sequence[Event], base: Bases) -> None:

@@ -5,7 +5,7 @@ the first rank of a machine, which speaks for it; its time is that from the last
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -36,9 +36,10 @@ class Link:
         return self.rounds * (self.round_bytes or 0) + self.steps * (self.step_bytes or 0)
 
     def to_json(self) -> dict[str, Any]:
-        names = ("rounds", "round_bytes", "round_ms", "mb_per_s", "steps", "step_bytes", "step_ms", "total_bytes")
-        place = {"machine": self.machine.number, "host": self.machine.host, "ranks": list(self.ranks)}
-        return {**place, **{name: getattr(self, name) for name in names}}
+        own = asdict(self)
+        del own["machine"]
+        place = {"machine": self.machine.number, "host": self.machine.host}
+        return {**place, **own, "ranks": list(self.ranks), "total_bytes": self.total_bytes}
 
 
 def machine_links(timeline: Timeline) -> list[Link]:
@@ -51,7 +52,7 @@ def machine_links(timeline: Timeline) -> list[Link]:
     found = []
     for machine in timeline.machines:
         ranks = tuple(lane.rank for lane in timeline.lanes_of(machine))
-        own = [round_ for round_ in rounds if ranks and round_.rank == ranks[0] and round_.wire_bytes is not None]
+        own = [round_ for round_ in rounds if ranks and round_.rank == ranks[0] and round_.wire_bytes]
         sent = traffic.get(ranks[0], {}) if ranks else {}
         if own:
             found.append(_of_rounds(machine, ranks, own))
@@ -72,7 +73,7 @@ def _of_rounds(machine: Machine, ranks: tuple[int, ...], rounds: Sequence[RankRo
         machine,
         ranks,
         rounds=len(rounds),
-        round_bytes=sum(round_.wire_bytes or 0 for round_ in rounds) // len(rounds),
+        round_bytes=sum(round_.wire_bytes for round_ in rounds) // len(rounds),
         round_ms=median((round_.averaged_ns - round_.joined_ns) / 1e6 for round_ in rounds),
         mb_per_s=median(speeds) if speeds else None,
     )

@@ -95,7 +95,7 @@ def _html(
         section_html("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
         section_html("Loss and metrics", _metrics_html(metrics, html)),
     ]
-    head = verdict_html(run_verdict(timeline, (), history)) + facts_html(facts)
+    head = verdict_html(run_verdict(timeline)) + facts_html(facts)
     return render_document(title, head, "\n".join(sections), script)
 
 

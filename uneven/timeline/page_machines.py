@@ -68,7 +68,7 @@ def link_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | No
             "x": [round_.averaged_ns / 1e9 for round_, _ in shown],
             "y": [speed for _, speed in shown],
             "number": [float(round_.number) for round_, _ in shown],
-            "bytes": [format_bytes(round_.wire_bytes or 0) for round_, _ in shown],
+            "bytes": [format_bytes(round_.wire_bytes) for round_, _ in shown],
             "ms": [(round_.averaged_ns - round_.joined_ns) / 1e6 for round_, _ in shown],
         }
         tooltip = f"<b>{escape(machine.host)}</b>, round @number<br>@bytes in @ms{{0.[00]}} ms: @y{{0.[0]}} MB/s"

@@ -9,7 +9,7 @@ second one is dropped, and they are taken half as often.
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 MOST = 8192  # 2 MB; 14 minutes at 100 ms. All of a week's would be 1.5 GB
@@ -29,14 +29,12 @@ class Sample:
 
     def fields(self) -> dict[str, Any]:
         """All fields but the time, as in the JSON."""
-        return {
-            "cpu": self.cpu,
-            "process_cpu": self.process_cpu,
-            "ram_bytes": self.ram_bytes,
-            "process_bytes": self.process_bytes,
-            "gpus": [list(gpu) for gpu in self.gpus],
-            "machine": self.machine,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "t_ns"}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Sample":
+        own = {name: value for name, value in record.items() if name not in ("t", "gpus")}
+        return cls(t_ns=record["t"], gpus=tuple(map(tuple, record["gpus"])), **own)
 
 
 class Sampler:

@@ -70,14 +70,14 @@ class RunFacts:
 class Timeline:
     """Everything recorded about a run; times are in ns since the start of the run.
 
-    `machines` is in the order of their numbers; empty where the timeline was recorded before runs had several.
+    `machines` is in the order of their numbers.
     """
 
     lanes: list[Lane]
     accounts: list[Account]
     events: list[Event]
     samples: list[Sample]
-    machines: tuple[Machine, ...] = ()
+    machines: tuple[Machine, ...] = (HERE,)
     run: RunFacts = RunFacts()
 
     @property
@@ -136,16 +136,14 @@ class Timeline:
         """
         machines = unite(machine for part in parts for machine in part.machines)
         clocks = {machine.number: machine for machine in machines}
-        start = min(
-            clocks.get(lane.machine, HERE).alignment()(lane.spans[0][1]) for part in parts for lane in part.lanes
-        )
+        start = min(clocks[lane.machine].alignment()(lane.spans[0][1]) for part in parts for lane in part.lanes)
         lanes: list[Lane] = []
         events: list[Event] = []
         samples: list[Sample] = []
         sampled: set[int] = set()
         for part in parts:
             number = part.lanes[0].machine
-            align = clocks.get(number, HERE).alignment(start)
+            align = clocks[number].alignment(start)
             lanes += [
                 replace(lane, spans=[(state, align(a), align(b)) for state, a, b in lane.spans]) for lane in part.lanes
             ]
@@ -163,10 +161,10 @@ class Timeline:
 
     @property
     def is_one_machine(self) -> bool:
-        return len(self.machines) <= 1
+        return len(self.machines) == 1
 
     def machine(self, lane: Lane) -> Machine:
-        return next((machine for machine in self.machines if machine.number == lane.machine), HERE)
+        return next(machine for machine in self.machines if machine.number == lane.machine)
 
     def lanes_of(self, machine: Machine) -> list[Lane]:
         return [lane for lane in self.lanes if lane.machine == machine.number]
@@ -177,7 +175,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Timeline":
-        """The inverse of `to_json`; also of runs that were recorded without machines."""
+        """The inverse of `to_json`."""
         if record.get("version") != VERSION:
             raise ValueError(f"the timeline has version {record.get('version')!r}; only version {VERSION} can be read")
         names = record["states"]
@@ -185,37 +183,17 @@ class Timeline:
         for rank in record["ranks"]:
             bounds = [*rank["starts"], rank["end"]]
             spans = [(names[code], a, b) for code, (a, b) in zip(rank["states"], pairwise(bounds), strict=True)]
-            ended = rank.get("ended")
-            lanes.append(
-                Lane(
-                    rank["rank"],
-                    rank["device"],
-                    spans,
-                    rank.get("machine", 0),
-                    rank.get("samples"),
-                    rank.get("redone", 0),
-                    None if ended is None else Ended(ended["how"], ended["why"]),
-                )
-            )
+            ended = None if rank["ended"] is None else Ended(rank["ended"]["how"], rank["ended"]["why"])
+            own = {name: rank[name] for name in ("rank", "device", "machine", "samples", "redone")}
+            lanes.append(Lane(spans=spans, ended=ended, **own))
         events = [
             Event(e["t"], e["rank"], e["kind"], {k: v for k, v in e.items() if k not in ("t", "rank", "kind")})
             for e in record["events"]
         ]
-        samples = [
-            Sample(
-                s["t"],
-                s["cpu"],
-                s["process_cpu"],
-                s["ram_bytes"],
-                s["process_bytes"],
-                tuple((int(i), float(u), int(m)) for i, u, m in s["gpus"]),
-                s.get("machine", 0),
-            )
-            for s in record["samples"]
-        ]
+        samples = [Sample.from_json(sample) for sample in record["samples"]]
         accounts = [Account(a["rank"], a["seconds"]) for a in record["accounts"]]
-        machines = tuple(Machine.from_json(machine) for machine in record.get("machines", []))
-        return cls(lanes, accounts, events, samples, machines, _run_facts(record.get("run", {})))
+        machines = tuple(Machine.from_json(machine) for machine in record["machines"])
+        return cls(lanes, accounts, events, samples, machines, _run_facts(record["run"]))
 
     def to_json(self) -> dict[str, Any]:
         codes: dict[str, int] = {state: code for code, state in enumerate(STATES)}
@@ -241,14 +219,7 @@ class Timeline:
                 for lane in self.lanes
             ],
             "accounts": [
-                {
-                    "rank": a.rank,
-                    "seconds": a.seconds,
-                    "shares": a.shares,
-                    "training_s": a.training_s,
-                    "wall_s": a.wall_s,
-                }
-                for a in self.accounts
+                {**asdict(a), "shares": a.shares, "training_s": a.training_s, "wall_s": a.wall_s} for a in self.accounts
             ],
             "events": [{"t": e.t_ns, "rank": e.rank, "kind": e.kind, **e.fields} for e in self.events],
             "samples": [{"t": s.t_ns, **s.fields()} for s in self.samples],
@@ -269,10 +240,10 @@ class Timeline:
 
 
 def _run_facts(record: Mapping[str, Any]) -> RunFacts:
-    known = record.get("interference")
+    known = record["interference"]
     measured = None if known is None else {name: known[name] for name in known if name != "is_disturbed"}
     interference = None if measured is None else Interference(**measured)
-    return RunFacts(record.get("resumed_at"), record.get("samples_before", 0), interference)
+    return RunFacts(record["resumed_at"], record["samples_before"], interference)
 
 
 def _covered_s(lanes: Iterable[Lane]) -> float:
@@ -291,17 +262,16 @@ class RankRound:
     """One rank's part in a round of averaging, in ns of the timeline: snapshot <= joined <= averaged <= merged.
 
     Until `joined_ns` the snapshot waits for the ranks that have not joined yet, until `averaged_ns` the params are
-    summed, and then the average waits for the end of the rank's current step. Timelines that were recorded without
-    these times have `snapshot_ns` None.
+    summed, and then the average waits for the end of the rank's current step.
     """
 
     rank: int
     number: int
     merged_ns: int
-    snapshot_ns: int | None
+    snapshot_ns: int
     joined_ns: int
     averaged_ns: int
-    wire_bytes: int | None
+    wire_bytes: int
     cost_ms: float  # of the rank's own time: snapshot, merge, and the part of the transfer that it waited for
     wait_ms: float
     steps_late: int
@@ -309,7 +279,7 @@ class RankRound:
 
     @property
     def mb_per_s(self) -> float | None:
-        """What was summed over the time that it took, once all ranks had joined; None where one is not known."""
+        """What was summed over the time that it took, once all ranks had joined; None where it took none."""
         summed_ns = self.averaged_ns - self.joined_ns
         return None if not self.wire_bytes or summed_ns <= 0 else 1e3 * self.wire_bytes / summed_ns
 
@@ -329,10 +299,10 @@ def _rank_round(event: Event) -> RankRound:
         rank=event.rank,
         number=int(fields["round"]),
         merged_ns=event.t_ns,
-        snapshot_ns=time_ns("left_ms_ago") if "left_ms_ago" in fields else None,
+        snapshot_ns=time_ns("left_ms_ago"),
         joined_ns=time_ns("met_ms_ago"),
         averaged_ns=time_ns("back_ms_ago"),
-        wire_bytes=fields.get("bytes"),
+        wire_bytes=int(fields.get("bytes") or 0),
         cost_ms=fields.get("transfer_ms", 0.0),
         wait_ms=fields.get("wait_ms", 0.0),
         steps_late=int(fields.get("steps_late", 0)),

@@ -7,7 +7,6 @@ and its losses add up to what the devices own; a run that gave more has no losse
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from uneven.timeline.record import TRAINING, Account, Event
 from uneven.timeline.timeline import LOST, Timeline
@@ -85,24 +84,20 @@ def verdict(
     return Verdict(text, run, owned, ddp, losses)
 
 
-def run_verdict(timeline: Timeline, samples: Sequence[int] = (), history: Sequence[Mapping[str, Any]] = ()) -> Verdict:
+def run_verdict(timeline: Timeline) -> Verdict:
     """The verdict on one run by its own timeline: a device's speed alone is that of its time in compute, an estimate.
 
-    `samples` are those that each lane's rank has trained; without them those of the lanes count, and where a timeline
-    was recorded without them, they follow from rounds, shares and `history`. It is what the devices could do if they
-    computed all the time, so data and other count as lost, too. A rank without samples counts with its speed in the
-    warm-up. Of a run that was resumed it is about the part since then.
+    It is what the devices could do if they computed all the time, so data and other count as lost, too. A rank without
+    samples counts with its speed in the warm-up. Of a run that was resumed it is about the part since then.
     """
     accounts, notes = timeline.accounts, _notes(timeline)
-    known = [lane.samples for lane in timeline.lanes if lane.samples is not None]
-    trained = list(samples) or (known if len(known) == len(accounts) else _estimate_samples(timeline, history))
     if not any(account.seconds["compute"] for account in accounts):
         return replace(verdict((), 0.0, {}, ESTIMATED), notes=notes)
-    if len(trained) != len(accounts):
+    if timeline.trained is None:
         return Verdict("No verdict: it is not recorded how many samples each device has trained.", notes=notes)
     warm_up = _warm_up_speeds(timeline.events)
     is_same = len(warm_up) == len(accounts) and not any(lane.ended for lane in timeline.lanes)
-    done = [count + lane.redone for count, lane in zip(trained, timeline.lanes, strict=True)]
+    done = [(lane.samples or 0) + lane.redone for lane in timeline.lanes]
     alone = [
         count / account.seconds["compute"] if count and account.seconds["compute"] else speed
         for count, account, speed in zip(done, accounts, warm_up if is_same else [0.0] * len(accounts), strict=True)
@@ -110,7 +105,7 @@ def run_verdict(timeline: Timeline, samples: Sequence[int] = (), history: Sequen
     at = timeline.run.resumed_at
     name = "This run" if at is None else f"Since it was resumed after step {at:,}, this run"
     lost = lost_by_state(accounts, alone, timeline.training_s)
-    return replace(verdict(alone, sum(trained) / timeline.training_s, lost, ESTIMATED, name), notes=notes)
+    return replace(verdict(alone, timeline.trained / timeline.training_s, lost, ESTIMATED, name), notes=notes)
 
 
 def _notes(timeline: Timeline) -> tuple[str, ...]:
@@ -156,26 +151,6 @@ def _losses(whole: float, rest: float, lost: Mapping[str, float]) -> tuple[Amoun
     causes[OTHER] += sum(causes.pop(cause) for cause in small)
     causes[OTHER] += max(0.0, rest - sum(causes.values()))
     return tuple(Amount(cause, speed, ESTIMATED) for cause, speed in causes.items() if speed > 1e-9 * rest)
-
-
-def _estimate_samples(timeline: Timeline, history: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Each rank's samples: of all its rounds, or its shares of the samples of the epochs that ended here."""
-    ranks = [lane.rank for lane in timeline.lanes]
-    first = min((event.rank for event in timeline.events), default=0)
-    own = [event for event in timeline.events if event.rank == first]
-    entries = [event.fields for event in own if event.kind == "epoch" and "samples" in event.fields]
-    here = {entry["epoch"] for entry in entries}
-    before = max((entry["samples"] for entry in history if entry["epoch"] not in here), default=0)
-    total = max((entry["samples"] for entry in entries), default=0) - before
-    rounds = [event.fields["samples"] for event in own if event.kind == "round" and event.fields.get("samples")]
-    rounds = [samples for samples in rounds if len(samples) == len(ranks)]
-    if rounds:
-        return [int(sum(column)) for column in zip(*rounds, strict=True)]
-    shares = [event.fields["shares"] for event in own if event.kind in ("shares", "share") and "shares" in event.fields]
-    parts: Sequence[float] = shares[-1] if shares else [1.0]
-    if total <= 0 or len(parts) != len(ranks) or not sum(parts):
-        return []
-    return [int(total * part / sum(parts)) for part in parts]
 
 
 def _warm_up_speeds(events: Sequence[Event]) -> list[float]:
