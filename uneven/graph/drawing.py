@@ -1,19 +1,20 @@
 """Pictures of graphs, as text for Mermaid and for Graphviz, which also makes the SVG. `Graph.draw` calls it.
 
 Every node is a shape. A sub-graph and a module with control flow are frames around the shapes of their parts; lines
-into a frame end at its ports, so that both languages need lines between shapes alone.
+into a frame end at its ports, so that both languages need lines between shapes alone. One walk through a graph draws
+everything; the pen of a language writes it.
 """
 
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
-from typing import Literal, Union
+from typing import Literal
 
 from torch import nn
 
@@ -29,32 +30,86 @@ MAX_ALIKE = 4  # more equal experts in a row are drawn as one
 
 Kind = Literal["module", "merge", "end", "port"]
 LineKind = Literal["stream", "extra", "again", "state"]
+# In Graphviz's language, and in Mermaid's.
+SHAPES = {"module": "box", "merge": "circle", "end": "ellipse", "port": "point"}
+STYLES = {"state": "style=dashed constraint=false", "again": "constraint=false", "extra": "color=purple"}
+BRACKETS = {"module": ("[", "]"), "merge": ("((", "))"), "end": ("([", "])"), "port": ("((", "))")}
+ARROWS = {"state": "-.->", "again": "==>"}
 
 
-@dataclass(frozen=True)
-class Shape:
-    key: str  # unique in the picture
-    kind: Kind
-    text: tuple[str, ...] = ()
-    tooltip: str = ""
-    heat: float = 0.0  # 1: the node that takes most time
+class DotPen:
+    """Graphviz's language: a cluster for every frame, details in tooltips."""
+
+    def __init__(self) -> None:
+        self._body: list[str] = []
+        self._lines: list[str] = []
+        self._indent = "  "
+        self._num_keys = 0
+
+    def _key(self) -> str:
+        self._num_keys += 1
+        return f"n{self._num_keys}"
+
+    def shape(self, kind: Kind, text: Sequence[str], tooltip: str = "", heat: float = 0.0) -> str:
+        """Draw a shape; returns its key. `heat` is 1 for the node that takes most time."""
+        key, fill = self._key(), _heat_colour(heat) if heat else ""
+        label, beside = ("", text) if kind == "port" else (text, "")
+        texts = _texts(label="\n".join(label), xlabel="\n".join(beside), tooltip=tooltip, fillcolor=fill)
+        self._body.append(f"{self._indent}{key} [shape={SHAPES[kind]}{texts}]")
+        return key
+
+    def begin_frame(self, title: str, tooltip: str) -> None:
+        """What is drawn until `end_frame` is inside."""
+        self._body.append(f"{self._indent}subgraph cluster_{self._key()} {{")
+        self._body.append(f"{self._indent}  label={_quoted(title)} tooltip={_quoted(tooltip)}")
+        self._indent += "  "
+
+    def end_frame(self) -> None:
+        self._indent = self._indent[2:]
+        self._body.append(f"{self._indent}}}")
+
+    def line(self, source: str, target: str, kind: LineKind = "stream", label: str = "", tooltip: str = "") -> None:
+        texts = _texts(label=label, tooltip=tooltip)
+        self._lines.append(f"  {source} -> {target} [{STYLES.get(kind, '')}{texts}]")
+
+    def text(self, title: str) -> str:
+        """All that was drawn."""
+        head = [
+            f'  label={_quoted(title)} labelloc=t labeljust=l fontname="Helvetica"',
+            '  node [style="rounded,filled" fillcolor=white fontname="Helvetica" fontsize=11]',
+            '  edge [fontname="Helvetica" fontsize=10]',
+        ]
+        return "\n".join(["digraph {", *head, *self._body, *self._lines, "}", ""])
 
 
-@dataclass(frozen=True)
-class Frame:
-    key: str
-    title: str
-    tooltip: str
-    parts: list[Union[Shape, "Frame"]] = field(default_factory=list)
+class MermaidPen(DotPen):
+    """A Mermaid flowchart, which GitHub and notebooks draw in Markdown; it has no tooltips."""
 
+    def shape(self, kind: Kind, text: Sequence[str], tooltip: str = "", heat: float = 0.0) -> str:
+        del tooltip
+        key, (before, after) = self._key(), BRACKETS[kind]
+        self._body.append(f"{self._indent}{key}{before}{_in_mermaid(chr(10).join(text))}{after}")
+        if heat:
+            self._body.append(f"{self._indent}style {key} fill:{_heat_colour(heat)}")
+        return key
 
-@dataclass(frozen=True)
-class Line:
-    source: str
-    target: str
-    kind: LineKind = "stream"
-    label: str = ""
-    tooltip: str = ""
+    def begin_frame(self, title: str, tooltip: str) -> None:
+        del tooltip
+        self._body.append(f"{self._indent}subgraph {self._key()}[{_in_mermaid(title)}]")
+        self._indent += "  "
+
+    def end_frame(self) -> None:
+        self._indent = self._indent[2:]
+        self._body.append(f"{self._indent}end")
+
+    def line(self, source: str, target: str, kind: LineKind = "stream", label: str = "", tooltip: str = "") -> None:
+        del tooltip
+        words = f"|{_in_mermaid(label)}|" if label else ""
+        self._lines.append(f"  {source} {ARROWS.get(kind, '-->')}{words} {target}")
+
+    def text(self, title: str) -> str:
+        head = f"---\ntitle: {_in_mermaid(title)}\n---"
+        return "\n".join([head, "flowchart TD", *self._body, *self._lines, ""])
 
 
 @dataclass(frozen=True)
@@ -68,9 +123,6 @@ class Ends:
         return self.entries[min(place, len(self.entries) - 1)]
 
 
-Parts = list[Shape | Frame]
-
-
 def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
     """The text of the picture, written to the path if there is one. The ending chooses the language."""
     suffix = ".mmd" if path is None else path.suffix.lower()
@@ -78,8 +130,7 @@ def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
         raise InputError(f"draw({str(path)!r}): the file name must end in .svg, .dot or .mmd (Mermaid)")
     if path is not None and not path.parent.is_dir():
         raise InputError(f"draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
-    picture = _Picture(graph, profile)
-    text = to_mermaid(picture) if suffix == ".mmd" else to_dot(picture)
+    text = _Walk(graph, profile, MermaidPen() if suffix == ".mmd" else DotPen()).text
     if suffix == ".svg":
         text = to_svg(text)
     if path is not None:
@@ -87,11 +138,11 @@ def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
     return text
 
 
-class _Picture:
-    """The shapes, frames and lines of a graph and of the graphs inside it, with paths, value shapes and times."""
+class _Walk:
+    """Draws a graph and the graphs inside it, with paths, value shapes and times."""
 
-    def __init__(self, root: PlanModule, profile: Profile | None) -> None:
-        self._profile = profile
+    def __init__(self, root: PlanModule, profile: Profile | None, pen: DotPen) -> None:
+        self._profile, self._pen = profile, pen
         self._prefix = {id(module): f"{path}." if path else "" for path, module in root.named_modules()}
         self._times = {row.path: row for row in profile.nodes} if profile else {}
         graphs = [module for module in root.modules() if isinstance(module, PlanModule)]
@@ -100,26 +151,17 @@ class _Picture:
             raise InputError(f"draw(profile=...): the profile is of another graph: this one has no node {unknown!r}")
         shares = [profile.share(row) for row in profile.nodes if not row.is_inner] if profile else []
         self._hottest = max(shares, default=0.0)
-        self._num_keys = 0
-        self.lines: list[Line] = []
-        self.parts = self._graph(root, is_whole=True)[0]
-        self.title = f"{_cut(root.plan.label or 'graph', 80)}: {count(root):,} params"
+        self._graph(root, is_whole=True)
+        title = f"{_cut(root.plan.label or 'graph', 80)}: {count(root):,} params"
         if profile is not None:
-            self.title += f"; darkest: {100 * self._hottest:.1f} % of the {profile.node_ms:.3g} ms of all nodes"
+            title += f"; darkest: {100 * self._hottest:.1f} % of the {profile.node_ms:.3g} ms of all nodes"
+        self.text = pen.text(title)
 
-    def _key(self) -> str:
-        self._num_keys += 1
-        return f"n{self._num_keys}"
-
-    def _graph(self, graph: PlanModule, is_whole: bool = False) -> tuple[Parts, Ends]:
+    def _graph(self, graph: PlanModule, is_whole: bool = False) -> Ends:
         """The nodes of one graph. Inputs and outputs are shapes with text in the whole graph, and ports in a part."""
         plan, prefix = graph.plan, self._prefix[id(graph)]
-        parts: Parts = []
-        ends: dict[str, Ends] = {}
         drawn = [node for node in plan.nodes if node.kind not in ("recall", "remember")]
-        for node in drawn:
-            part, ends[node.name] = self._node(graph, node, is_whole)
-            parts.append(part)
+        ends = {node.name: self._node(graph, node, is_whole) for node in drawn}
         last = {node.target: node.sources[1] for node in plan.nodes if node.kind == "remember"}
         for node in drawn:
             for place, source in enumerate(node.sources):
@@ -127,19 +169,19 @@ class _Picture:
                 if made_by.kind == "recall":
                     tag = made_by.name.removeprefix("recall_")
                     tooltip = f"{prefix}{made_by.name}, {prefix}remember_{tag}: the value of {tag!r} in the last call"
-                    self.lines.append(Line(ends[last[made_by.target]].exit, target, "state", _cut(tag, 24), tooltip))
+                    self._pen.line(ends[last[made_by.target]].exit, target, "state", _cut(tag, 24), tooltip)
                 else:
                     is_extra = node.kind == "call" and node.verb != "merge" and place > 0
-                    self.lines.append(Line(ends[source].exit, target, "extra" if is_extra else "stream"))
+                    self._pen.line(ends[source].exit, target, "extra" if is_extra else "stream")
         exits = []
         for number, name in enumerate(plan.outputs if is_whole else plan.outputs[:1]):
             tags = " ".join(plan.tags_of(name)) if number else ""
             text = (_cut(f"output {tags}".strip(), 40), _value(graph, name)) if is_whole else ()
-            exits.append(self._shape("end" if is_whole else "port", text, prefix + name)[0])
-            self.lines.append(Line(ends[name].exit, exits[-1].key))
-        return [*parts, *exits], Ends(tuple(ends[name].exit for name in plan.inputs), exits[0].key)
+            exits.append(self._shape("end" if is_whole else "port", text, prefix + name).exit)
+            self._pen.line(ends[name].exit, exits[-1])
+        return Ends(tuple(ends[name].exit for name in plan.inputs), exits[0])
 
-    def _node(self, graph: PlanModule, node: Node, is_whole: bool) -> tuple[Shape | Frame, Ends]:
+    def _node(self, graph: PlanModule, node: Node, is_whole: bool) -> Ends:
         path, value = self._prefix[id(graph)] + node.name, _value(graph, node.name)
         if node.kind == "input":
             name = "" if node.name == ENTRY else node.name
@@ -155,28 +197,25 @@ class _Picture:
             return self._frame(path, _name(graph, node), module, names, value)
         return self._module(path, _name(graph, node), module, value)
 
-    def _shape(self, kind: Kind, text: Iterable[str], tooltip: str = "", heat: float = 0.0) -> tuple[Shape, Ends]:
-        shape = Shape(self._key(), kind, tuple(filter(None, text)), tooltip, heat)
-        return shape, Ends((shape.key,), shape.key)
+    def _shape(self, kind: Kind, text: Iterable[str], tooltip: str = "", heat: float = 0.0) -> Ends:
+        key = self._pen.shape(kind, tuple(filter(None, text)), tooltip, heat)
+        return Ends((key,), key)
 
-    def _module(self, path: str, name: str, module: nn.Module, value: str = "") -> tuple[Shape, Ends]:
+    def _module(self, path: str, name: str, module: nn.Module, value: str = "") -> Ends:
         text = (_cut(name, 24), *_lines_of(module), value, self._ms(path))
         return self._shape("module", text, self._tooltip(path, module, value), self._heat(path))
 
-    def _frame(
-        self, path: str, name: str, module: nn.Module, names: Sequence[str], value: str = ""
-    ) -> tuple[Frame, Ends]:
+    def _frame(self, path: str, name: str, module: nn.Module, names: Sequence[str], value: str = "") -> Ends:
         """A module with parts; `names` are those of its input values."""
-        if isinstance(module, PlanModule):
-            title = name or module.plan.label
-            parts, ends = self._graph(module)
-        else:
-            title = f"{name}: {_heading(module)}" if name else _heading(module)
-            parts, ends = self._control(module, names)
+        is_graph = isinstance(module, PlanModule)
+        title = name or module.plan.label if is_graph else ": ".join(filter(None, (name, _heading(module))))
         title = " ".join(filter(None, (_cut(title, 60), self._ms(path))))
-        return Frame(self._key(), title, self._tooltip(path, module, value), parts), ends
+        self._pen.begin_frame(title, self._tooltip(path, module, value))
+        ends = self._graph(module) if is_graph else self._control(module, names)
+        self._pen.end_frame()
+        return ends
 
-    def _part(self, name: str, part: object, names: Sequence[str]) -> tuple[Shape | Frame, Ends]:
+    def _part(self, name: str, part: object, names: Sequence[str]) -> Ends:
         """A part of a control flow module; one that the user made directly may hold a plain function."""
         module = part if isinstance(part, nn.Module) else Function(part)  # type: ignore[arg-type]
         path = self._prefix.get(id(module), "").removesuffix(".")
@@ -186,73 +225,64 @@ class _Picture:
             return self._module(path, name, module)
         return self._frame(path, name, module, names)
 
-    def _control(self, module: nn.Module, names: Sequence[str]) -> tuple[Parts, Ends]:
+    def _control(self, module: nn.Module, names: Sequence[str]) -> Ends:
         """Ports around the parts of a loop, gate, switch or map; the extra inputs lead to its body or branches."""
-        ports = [self._shape("port", (_cut(name, 24),) if place else ())[0] for place, name in enumerate(names)]
-        out = self._shape("port", ())[0]
-        ends = Ends(tuple(port.key for port in ports), out.key)
+        ports = [self._shape("port", (_cut(name, 24),) if place else ()).exit for place, name in enumerate(names)]
+        ends = Ends(tuple(ports), self._shape("port", ()).exit)
         if isinstance(module, Loop):
-            inner = self._loop(module, ends, names)
+            self._loop(module, ends, names)
         elif isinstance(module, Gate):
-            inner = self._gate(module, ends, names)
+            self._gate(module, ends, names)
         elif isinstance(module, Switch):
-            inner = self._switch(module, ends, names)
-        else:
-            assert isinstance(module, Map), module
-            body, at = self._part("body", module.body, names)
-            self._lines_into(at, ends)
-            self.lines.append(Line(at.exit, ends.exit))
-            inner = [body]
-        return [*ports, *inner, out], ends
+            self._switch(module, ends, names)
+        elif isinstance(module, Map):
+            self._into(self._part("body", module.body, names), ends, ends.exit)
+        return ends
 
-    def _lines_into(self, part: Ends, frame: Ends, stream: str | None = None, label: str = "") -> None:
-        """The lines into a part of a frame: the stream, and the frame's extra inputs."""
-        self.lines.append(Line(stream or frame.entries[0], part.entry(0), label=label))
+    def _into(self, part: Ends, frame: Ends, target: str, stream: str | None = None, label: str = "") -> None:
+        """The lines into a part of a frame, the stream and the frame's extra inputs, and the one from it."""
+        self._pen.line(stream or frame.entries[0], part.entry(0), label=label)
         for place, port in enumerate(frame.entries[1:], 1):
-            self.lines.append(Line(port, part.entry(place), "extra"))
+            self._pen.line(port, part.entry(place), "extra")
+        self._pen.line(part.exit, target)
 
-    def _loop(self, loop: Loop, ends: Ends, names: Sequence[str]) -> Parts:
+    def _loop(self, loop: Loop, ends: Ends, names: Sequence[str]) -> None:
         """The body and the line back; `while` checks its condition before a pass, `until` after it."""
-        start = ends.entries[0]
-        body, at = self._part("body", loop.body, names)
+        start, line = ends.entries[0], self._pen.line
         if loop.times is not None:
-            self._lines_into(at, ends)
-            self.lines += [Line(at.exit, ends.exit), Line(at.exit, start, "again")]
-            return [body]
-        condition, verdict = self._part("until" if loop.is_until else "while", loop.condition, names[:1])
-        if loop.is_until:
-            self._lines_into(at, ends)
-            self.lines += [Line(at.exit, verdict.entry(0)), Line(verdict.exit, start, "again", "no")]
-            self.lines.append(Line(verdict.exit, ends.exit, label="yes"))
-            return [body, condition]
-        self._lines_into(at, ends, stream=verdict.exit, label="yes")
-        self.lines += [Line(start, verdict.entry(0)), Line(at.exit, verdict.entry(0), "again")]
-        self.lines.append(Line(verdict.exit, ends.exit, label="no"))
-        return [condition, body]
+            body = self._part("body", loop.body, names)
+            self._into(body, ends, ends.exit)
+            line(body.exit, start, "again")
+        elif loop.is_until:
+            body = self._part("body", loop.body, names)
+            verdict = self._part("until", loop.condition, names[:1])
+            self._into(body, ends, verdict.entry(0))
+            line(verdict.exit, start, "again", "no")
+            line(verdict.exit, ends.exit, label="yes")
+        else:
+            verdict = self._part("while", loop.condition, names[:1])
+            body = self._part("body", loop.body, names)
+            line(start, verdict.entry(0))
+            line(verdict.exit, body.entry(0), label="yes")
+            for place, port in enumerate(ends.entries[1:], 1):
+                line(port, body.entry(place), "extra")
+            line(body.exit, verdict.entry(0), "again")
+            line(verdict.exit, ends.exit, label="no")
 
-    def _gate(self, gate: Gate, ends: Ends, names: Sequence[str]) -> Parts:
-        router, scores = self._part("router", gate.router, names[:1])
-        total, at = self._shape("merge", ("sum",), f"the experts' results, weighted by the router ({gate.weighting})")
-        self.lines += [Line(ends.entries[0], scores.entry(0)), Line(scores.exit, at.exit, "extra", "weights")]
-        parts: Parts = [router]
+    def _gate(self, gate: Gate, ends: Ends, names: Sequence[str]) -> None:
+        scores = self._part("router", gate.router, names[:1])
+        total = self._shape("merge", ("sum",), f"the experts' results, weighted by the router ({gate.weighting})").exit
+        self._pen.line(ends.entries[0], scores.entry(0))
+        self._pen.line(scores.exit, total, "extra", "weights")
         for number, expert in _numbered(gate.experts):
-            part, inside = self._part(f"expert {number}", expert, names)
-            parts.append(part)
-            self._lines_into(inside, ends)
-            self.lines.append(Line(inside.exit, at.exit))
-        self.lines.append(Line(at.exit, ends.exit))
-        return [*parts, total]
+            self._into(self._part(f"expert {number}", expert, names), ends, total)
+        self._pen.line(total, ends.exit)
 
-    def _switch(self, switch: Switch, ends: Ends, names: Sequence[str]) -> Parts:
-        selector, choice = self._part("selector", switch.selector, names[:1])
-        self.lines.append(Line(ends.entries[0], choice.entry(0)))
-        parts: Parts = [selector]
+    def _switch(self, switch: Switch, ends: Ends, names: Sequence[str]) -> None:
+        choice = self._part("selector", switch.selector, names[:1])
+        self._pen.line(ends.entries[0], choice.entry(0))
         for number, branch in _numbered(switch.branches):
-            part, inside = self._part("", branch, names)
-            parts.append(part)
-            self._lines_into(inside, ends, stream=choice.exit, label=number)
-            self.lines.append(Line(inside.exit, ends.exit))
-        return parts
+            self._into(self._part("", branch, names), ends, ends.exit, choice.exit, number)
 
     def _own_ms(self, path: str) -> float | None:
         """The time of a node. A frame's is the sum of its nodes: its own includes the overhead of the observer."""
@@ -282,37 +312,6 @@ class _Picture:
         return "\n".join(lines)
 
 
-def to_dot(picture: _Picture) -> str:
-    """The picture in Graphviz's language: a cluster for every frame, details in tooltips."""
-    shapes = {"module": "box", "merge": "circle", "end": "ellipse", "port": "point"}
-    styles = {"state": "style=dashed constraint=false", "again": "constraint=false", "extra": "color=purple"}
-
-    def parts_of(parts: Parts, indent: str) -> Iterator[str]:
-        for part in parts:
-            if isinstance(part, Frame):
-                yield f"{indent}subgraph cluster_{part.key} {{"
-                yield f"{indent}  label={_quoted(part.title)} tooltip={_quoted(part.tooltip)}"
-                yield from parts_of(part.parts, f"{indent}  ")
-                yield f"{indent}}}"
-                continue
-            fill = _heat_colour(part) if part.heat else ""
-            label, beside = ("", part.text) if part.kind == "port" else (part.text, "")
-            texts = _texts(label="\n".join(label), xlabel="\n".join(beside), tooltip=part.tooltip, fillcolor=fill)
-            yield f"{indent}{part.key} [shape={shapes[part.kind]}{texts}]"
-
-    lines = [
-        f"{line.source} -> {line.target} [{styles.get(line.kind, '')}{_texts(label=line.label, tooltip=line.tooltip)}]"
-        for line in picture.lines
-    ]
-    head = [
-        f'label={_quoted(picture.title)} labelloc=t labeljust=l fontname="Helvetica"',
-        'node [style="rounded,filled" fillcolor=white fontname="Helvetica" fontsize=11]',
-        'edge [fontname="Helvetica" fontsize=10]',
-    ]
-    inside = [f"  {line}" for line in head] + list(parts_of(picture.parts, "  ")) + [f"  {line}" for line in lines]
-    return "\n".join(["digraph {", *inside, "}", ""])
-
-
 def to_svg(dot: str) -> str:
     program = shutil.which("dot")
     if program is None:
@@ -327,34 +326,8 @@ def to_svg(dot: str) -> str:
     return done.stdout
 
 
-def to_mermaid(picture: _Picture) -> str:
-    """The picture as a Mermaid flowchart, which GitHub and notebooks draw in Markdown."""
-    shapes = {"module": ("[", "]"), "merge": ("((", "))"), "end": ("([", "])"), "port": ("((", "))")}
-    arrows = {"state": "-.->", "again": "==>"}
-
-    def parts_of(parts: Parts, indent: str) -> Iterator[str]:
-        for part in parts:
-            if isinstance(part, Frame):
-                yield f"{indent}subgraph {part.key}[{_in_mermaid(part.title)}]"
-                yield from parts_of(part.parts, f"{indent}  ")
-                yield f"{indent}end"
-                continue
-            before, after = shapes[part.kind]
-            yield f"{indent}{part.key}{before}{_in_mermaid(chr(10).join(part.text))}{after}"
-            if part.heat:
-                yield f"{indent}style {part.key} fill:{_heat_colour(part)}"
-
-    lines = [
-        f"  {line.source} {arrows.get(line.kind, '-->')}{f'|{_in_mermaid(line.label)}|' if line.label else ''} "
-        f"{line.target}"
-        for line in picture.lines
-    ]
-    title = f"---\ntitle: {_in_mermaid(picture.title)}\n---"
-    return "\n".join([title, "flowchart TD", *parts_of(picture.parts, "  "), *lines, ""])
-
-
-def _heat_colour(shape: Shape) -> str:
-    return f"#f0680f{round(0.75 * 255 * shape.heat):02x}"
+def _heat_colour(heat: float) -> str:
+    return f"#f0680f{round(0.75 * 255 * heat):02x}"
 
 
 def _texts(**texts: str) -> str:
