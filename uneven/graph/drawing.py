@@ -207,11 +207,13 @@ class _Walk:
 
     def _frame(self, path: str, name: str, module: nn.Module, names: Sequence[str], value: str = "") -> Ends:
         """A module with parts; `names` are those of its input values."""
-        is_graph = isinstance(module, PlanModule)
-        title = name or module.plan.label if is_graph else ": ".join(filter(None, (name, _heading(module))))
+        if isinstance(module, PlanModule):
+            title = name or module.plan.label
+        else:
+            title = ": ".join(filter(None, (name, _heading(module))))
         title = " ".join(filter(None, (_cut(title, 60), self._ms(path))))
         self._pen.begin_frame(title, self._tooltip(path, module, value))
-        ends = self._graph(module) if is_graph else self._control(module, names)
+        ends = self._graph(module) if isinstance(module, PlanModule) else self._control(module, names)
         self._pen.end_frame()
         return ends
 
