@@ -6,7 +6,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-cuda check docs bench bench-core bench-seeds bench-strategies soak clean
+.PHONY: demo test test-cuda test-frameworks check docs bench bench-core bench-seeds bench-strategies soak clean
 
 demo: $(STAMP)
 	$(BIN)/uneven demo
@@ -66,6 +66,18 @@ test-cuda: $(STAMP)
 	$(BIN)/python -m pytest -m "cuda and not alone" -n 4
 	$(BIN)/python -m pytest -m "cuda and alone"
 
+# The integrations with the frameworks themselves, in an environment of their own.
+FRAMEWORKS := .venv-frameworks
+EXTRAS := dev,lightning
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
+
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	cat constraints.txt constraints-frameworks.txt > $(FRAMEWORKS)/constraints.txt
+	PIP_CONSTRAINT=$(FRAMEWORKS)/constraints.txt $(FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]'
+	@touch $@
+
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o timeout=900
@@ -83,4 +95,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-frameworks build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms from top to bottom: a room imports only rooms that stand below it, so no two rooms import each other.
 ROOMS = (
-    *("__main__", "cli", "templates", "bench", "api", "core", "plan", "launch", "train", "results"),
+    *("__main__", "cli", "templates", "bench", "integrations", "api", "core", "plan", "launch", "train", "results"),
     *("step", "parallel", "average", "data"),
     *("timeline", "graph", "machines", "install", "hardware", "comm"),
     *("simulate", "policy", "config", "files", "format", "errors", "version"),
