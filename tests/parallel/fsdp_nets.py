@@ -68,6 +68,34 @@ class Tower(nn.Module):
         return ExpLog()(x)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank update beside it, which is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int, own: torch.Generator) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+        with torch.no_grad():
+            for layer in (self.down, self.up):
+                layer.weight.copy_(torch.randn(layer.weight.shape, generator=own) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+def adapted(model: nn.Module, first: int = 0, rank: int = 2) -> nn.Module:
+    """The model frozen, with updates to all linear layers of its blocks from this one on."""
+    own = torch.Generator().manual_seed(3)  # threads share the default one
+    model.requires_grad_(False)
+    for block in list(model.blocks)[first:]:  # type: ignore[call-overload]
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, Adapted(layer, rank, own))
+    return model
+
+
 def make_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 

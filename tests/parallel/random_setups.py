@@ -50,7 +50,7 @@ class Setup:
             ranks,
             blocks,
             own.randint(1, 12),
-            own.choice(("plain", "gated", "frozen", "branches")),
+            own.choice(("plain", "gated", "frozen", "adapted", "branches")),
             own.choice((0, 0, 1, 4, -1, -3)),
             own.choice(BUCKETS_MB),
             _shares(own, ranks),
@@ -79,6 +79,9 @@ class Block(nn.Module):
         if setup.kind == "frozen" and number % 3:
             self.inner.weight.requires_grad_(False)
             self.inner.bias.requires_grad_(number % 3 == 1)
+        if setup.kind == "adapted" and number < setup.blocks - 1:  # nothing is trained in the lower half
+            self.inner.requires_grad_(False)
+            self.inner.bias.requires_grad_(number > setup.blocks // 2 and number % 2 == 0)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         hidden: Tensor = x + 0.2 * torch.tanh(self.inner(x))
@@ -94,6 +97,9 @@ class Net(nn.Module):
         self.segment = setup.segment if rank % 2 else abs(setup.segment)
         self.first, self.last = nn.Linear(3, setup.width), nn.Linear(setup.width, 2)
         self.blocks = nn.ModuleList(Block(setup, number) for number in range(setup.blocks))
+        if setup.kind == "adapted":
+            self.first.requires_grad_(False)
+            self.last.requires_grad_(False)
         self.double()
         own = torch.Generator().manual_seed(7)
         with torch.no_grad():

@@ -159,6 +159,18 @@ def test_the_memory_of_strategies_follows_that_of_the_devices() -> None:
     assert times["fsdp"] > times["ddp"]
 
 
+def test_frozen_params_are_held_and_gathered_and_a_cpu_counts_with_a_part_of_its_memory() -> None:
+    job = replace(JOB, gradient_bytes=JOB.param_bytes // 10, state_bytes=2 * JOB.param_bytes // 10)
+    ranks = (rank("cuda:0", 0.5, memory_bytes=10**9), rank("cpu", 0.5, memory_bytes=8 * 10**9))
+    found = {one.strategy: one for one in strategies(pair(job=job, ranks=ranks))}
+    assert found["ddp"].memory_bytes == (234_000, 234_000)
+    assert found["zero2"].memory_bytes == (180_000 + 18_000, 180_000 + 36_000)
+    assert found["fsdp"].memory_bytes == (78_000, 156_000), "8 GB of the host count as 2"
+    two = (ranks[0], *[replace(ranks[1], device=name) for name in ("cpu", "cpu@0.5")])
+    held = {one.strategy: one.memory_bytes for one in strategies(pair(job=job, ranks=two))}
+    assert held["fsdp"] == (78_000, 78_000, 78_000)
+
+
 def test_a_probe_is_the_same_after_json() -> None:
     probe = pair(notes=("a note",))
     assert Probe.from_json(json.loads(json.dumps(probe.to_json()))) == probe

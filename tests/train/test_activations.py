@@ -1,5 +1,6 @@
 """Activations that are recomputed or kept elsewhere: the same params, and as few as the memory asks for."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
-from uneven.train.prepare import choose_activations
+from uneven.train.prepare import activation_budget, choose_activations
 from uneven.train.rank_info import RankInfo
 
 
@@ -67,3 +68,19 @@ def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pyt
     assert found == [1]
     assert line.endswith("recomputes blocks.1")
     assert chosen(0)[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [(None, 4 * 400 + 2000), ("zero1", 2.5 * 400 + 2000), ("zero2", 1.75 * 400 + 2000), ("fsdp", 0.25 * (1600 + 2000))],
+)
+def test_the_budget_counts_no_gradients_and_no_state_of_frozen_params(
+    strategy: str | None, held: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uneven.train.prepare.room_bytes", lambda device, ranks: 10_000.0 / ranks)
+    settings = {"batch_size": 4, "epochs": 1, "strategy": strategy}
+    config = resolve(settings if strategy is None else {**settings, "memory_shares": (3, 1), "policy": "sync"})
+    model = nn.Sequential(nn.Linear(100, 1, bias=False), nn.Linear(500, 1, bias=False).requires_grad_(False))
+    info = RankInfo(1, parse_devices(["cuda:0", "cuda:1"]))
+    engine: Any = SimpleNamespace(device=torch.device("cuda:1"), config=config, rank_info=info, model=model)
+    assert activation_budget(engine) == 10_000 - held

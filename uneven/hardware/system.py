@@ -16,6 +16,10 @@ from uneven.hardware.optional import or_none, read_text
 # Native bfloat16 arithmetic; without one of these bf16 on a CPU is emulated and slower than fp32.
 PRECISION_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
+# Of a machine's memory, what its CPU ranks together count with where bytes are divided by memory: the rest is for data,
+# loader processes and host copies of the GPUs beside them.
+CPU_PART = 0.25
+
 
 @dataclass(frozen=True)
 class Cpu:

@@ -203,6 +203,8 @@ class FSDP(CanSurvive):
         if not torch.is_grad_enabled():
             self._without_graph.add(place)
         self._unshard_order.pre_forward(place, not torch.is_grad_enabled())
+        if place and torch.is_grad_enabled() and self._units[place].has_frozen:
+            return self._watch_inputs(self._units[place], args, kwargs)
         if place == 0 and self._compute_dtype is not None:
             cast = partial(_cast, self._compute_dtype)
             return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
@@ -213,13 +215,14 @@ class FSDP(CanSurvive):
         if running_backward() is not None:
             return
         forward_only = not torch.is_grad_enabled()
-        self._unshard_order.post_forward(place, forward_only)
+        tensors = list(_tensors(output))
+        has_backward = any(tensor.requires_grad for tensor in tensors)
+        self._unshard_order.post_forward(place, forward_only=forward_only, has_backward=has_backward)
         if place == 0 and self._called < len(self._units):
             raise InputError(f"strategy='fsdp': block {self._units[self._called].name} was not called, and {BLOCKS}")
         if place == 0 and forward_only:
             self._unshard_order.reset()
         pre_backward = partial(_call_for_gradient, weakly(self._gradient_came), place)
-        tensors = list(_tensors(output))
         if not tensors and not forward_only:
             # Backward would come to the unit without notice, after its params are gone.
             raise InputError(
@@ -247,10 +250,27 @@ class FSDP(CanSurvive):
         self._reducer.begin_backward()
         self._unshard_order.pre_backward(place)
 
+    def _watch_inputs(self, unit: Unit, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A unit's arguments, with a view in place of each tensor that has a gradient: one input may go to several
+        units, as an encoder's output to all blocks of a decoder, and has its gradient when all of them are through.
+        """
+        views: dict[int, Tensor] = {}  # what is given several times stays one tensor
+
+        def own(value: Any) -> Any:
+            is_watched = isinstance(value, Tensor) and value.requires_grad
+            return views.setdefault(id(value), value.view_as(value)) if is_watched else value
+
+        seen = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
+        unit.watch_inputs(_tensors([*seen[0], *seen[1].values()]), partial(weakly(self._reshard_when_done), unit))
+        return seen
+
     def _gradients_done(self, shards: FlatShards) -> None:
-        """Reshard a unit when backward has finished its trained params; frozen ones may still be needed."""
         unit = self._unit_of[shards]
-        if unit is not self._units[0] and not unit.has_frozen:
+        unit.gradients_done(shards)
+        self._reshard_when_done(unit)
+
+    def _reshard_when_done(self, unit: Unit) -> None:
+        if unit is not self._units[0] and unit.is_done:
             unit.reshard()
 
 

@@ -32,6 +32,15 @@ class Order(Protocol):
     started: int
     due: dict[FlatShards, int]
 
+    @property
+    def flags(self) -> list[float]:
+        """What it has to tell the other ranks at the end of a backward."""
+        ...
+
+    def hear(self, flags: Sequence[float]) -> None:
+        """The largest of all ranks' flags, when the backward is over."""
+        ...
+
     def finish(self) -> None:
         """Start all that are left."""
         ...
@@ -280,9 +289,12 @@ class ShardedReducer:
             is_used = own if all(own) else flags.tolist()
         else:
             late = [float(bucket.late) for bucket in self._buckets]
-            flags = torch.tensor([*own, *late], dtype=torch.float64)  # on the host, which need not wait for the device
-            is_used = self._group.all_reduce_max(flags).wait().tolist()
-            self._send_late(self._order, is_used[len(own) :])
+            # On the host, which need not wait for the device.
+            flags = torch.tensor([*own, *late, *self._order.flags], dtype=torch.float64)
+            found = self._group.all_reduce_max(flags).wait().tolist()
+            is_used = found[: len(own)]
+            self._send_late(self._order, found[len(own) :][: len(late)])
+            self._order.hear(found[len(own) + len(late) :])
         self._used.update(param for param, flag in zip(self._bucket_of, is_used, strict=False) if flag)
         self.reset()
 

@@ -107,8 +107,13 @@ class ScriptRuns:
         return run_stretch(self._script, own, devices, seconds)
 
     def _rows(self, devices: Sequence[Device], joint: Stretch, rounds: Stretch | None) -> Rows:
-        params = sum(param.numel() * param.element_size() for param in self._task.make_model().parameters())
-        nbytes = {"param_bytes": params, "gradient_bytes": params, "state_bytes": STATE_BYTES_PER_PARAM * params}
+        params = [(param.nbytes, param.requires_grad) for param in self._task.make_model().parameters()]
+        trained = sum(size for size, is_trained in params if is_trained)
+        nbytes = {
+            "param_bytes": sum(size for size, _ in params),
+            "gradient_bytes": trained,
+            "state_bytes": STATE_BYTES_PER_PARAM * trained,
+        }
         return [{**row, **nbytes} for row in rows_of(devices, self._batch, joint, rounds)]
 
 

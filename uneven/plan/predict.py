@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from uneven.config import EXACT_POLICIES
+from uneven.hardware.system import CPU_PART
 from uneven.plan.probe import Probe, RankProbe
 from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy, RankKind
 from uneven.simulate.links import Link
@@ -31,8 +32,6 @@ SHARDED: dict[str, tuple[str, ...]] = {  # what a strategy divides among the ran
     "zero2": ("gradients", "state"),
     "fsdp": ("params", "gradients", "state"),
 }
-# Bytes of a step over those of a sum: zero1 and zero2 scatter gradients and gather params, fsdp gathers them twice.
-MOVED = {"fsdp": 1.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,22 +286,37 @@ class StrategyPrediction:
 def strategies(probe: Probe) -> list[StrategyPrediction]:
     """What each rank would hold, divided by the devices' memory where it is known, else equally."""
     job, ranks = probe.job, probe.ranks
-    known = [rank.memory_bytes or 0 for rank in ranks]
-    parts = known if all(known) else [1] * len(ranks)
+    known = [_counted_memory(rank, ranks) for rank in ranks]
+    parts = known if all(known) else [1.0] * len(ranks)
     shares = [part / sum(parts) for part in parts]
     if len(ranks) < 2 or not set(job.candidates) & set(EXACT_POLICIES):
         return []
     simulation, everyone = _Simulation(probe), tuple(range(len(ranks)))
     policy = "balanced" if "balanced" in job.candidates else "sync"
     sizes = {"params": job.param_bytes, "gradients": job.gradient_bytes, "state": job.state_bytes}
+    # Over the bytes of a sum, which moves gradients twice: zero1 and zero2 scatter them and gather the params that were
+    # trained, fsdp scatters them and gathers all params for forward and for backward.
+    moved = {"fsdp": (job.gradient_bytes + 2 * job.param_bytes) / (2 * job.gradient_bytes) if job.gradient_bytes else 1}
     return [
         StrategyPrediction(
             strategy=name,
             policy=policy,
-            seconds_per_epoch=simulation.seconds(policy, everyone, MOVED.get(name, 1.0)),
+            seconds_per_epoch=simulation.seconds(policy, everyone, moved.get(name, 1.0)),
             memory_bytes=tuple(
                 int(sum(size * (share if what in sharded else 1.0) for what, size in sizes.items())) for share in shares
             ),
         )
         for name, sharded in SHARDED.items()
     ]
+
+
+def _counted_memory(rank: RankProbe, ranks: Sequence[RankProbe]) -> float:
+    """What a rank counts with where bytes are divided by memory; ranks on one device share it."""
+    part = CPU_PART if rank.device.startswith("cpu") else 1.0
+    sharing = sum(_place(other.device) == _place(rank.device) for other in ranks)
+    return part * (rank.memory_bytes or 0) / sharing
+
+
+def _place(device: str) -> str:
+    """A device without its simulated speed, as in cpu@0.4."""
+    return device.partition("@")[0]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.data.feed import Micros
 from uneven.errors import InputError
-from uneven.hardware.system import read_memory
+from uneven.hardware.system import CPU_PART, read_memory
 from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_strategy
 from uneven.parallel.ddp import Replicated
@@ -397,12 +396,15 @@ def activation_budget(engine: Engine) -> float | None:
     if config.redundancy:
         copies = copy_ring(shares, rank_info.roster.machines)
         own = held(shares_with_copies(shares, copies), copies)[rank_info.rank]
-    # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share.
+    # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share. Frozen params have
+    # neither gradients nor moments.
     times = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(
         config.strategy or "", 4.0
     )
-    params = sum(param.numel() * param.element_size() for param in engine.model.parameters())
-    return max(0.0, room - times * params)
+    params = list(engine.model.parameters())
+    trained = sum(param.nbytes for param in params if param.requires_grad)
+    frozen = sum(param.nbytes for param in params) - trained
+    return max(0.0, room - times * trained - (own if config.strategy == "fsdp" else 1.0) * frozen)
 
 
 def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:
@@ -413,12 +415,12 @@ def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:
 
 
 def _memory_bytes(engine: Engine) -> float:
-    """This rank's part of its device's memory; CPU ranks share the machine's."""
+    """This rank's part of what is free of its device's memory; CPU ranks share a fixed part of the machine's."""
     info = engine.rank_info
     sharing = [device.torch_name for device in info.devices].count(info.device.torch_name)
     if engine.device.type == "cuda":
-        return torch.cuda.get_device_properties(engine.device).total_memory / sharing
-    return (read_memory()[0] or 1.0) / sharing
+        return room_bytes(engine.device, sharing)
+    return CPU_PART * (read_memory()[0] or 1.0) / sharing
 
 
 def _refuse_dropout(name: str, model: nn.Module) -> None:

@@ -68,6 +68,19 @@ def test_the_formula_of_the_small_rank(strategy: str, elements_per_param: tuple[
     ), "what is sharded exists once, the rest on both ranks"
 
 
+def test_frozen_params_have_neither_gradients_nor_state() -> None:
+    model = Gpt(SIZES["gpt-tiny"])
+    model.requires_grad_(False).head.requires_grad_(True)
+    trained = count_params(model.head)
+    for strategy, held in (("dense", 1.0), ("zero1", 1.0), ("fsdp", 6 / 21)):
+        found, state = predict(strategy, model, SHARES, 1), 1.0 if strategy == "dense" else 6 / 21
+        gradients = state if strategy == "fsdp" else 1.0
+        assert found == Held(round(4 * P * held), round(4 * trained * gradients), round(8 * trained * state))
+        assert replicated_bytes(strategy, model) == {"dense": 4 * P + 12 * trained, "zero1": 4 * (P + trained)}.get(
+            strategy, 0
+        )
+
+
 def test_tensor_parallelism_shards_by_whole_heads() -> None:
     large, small = (predict("tensor", TINY, SHARES, rank) for rank in (0, 1))
     width, heads = 32, 4

@@ -1,8 +1,9 @@
 """The memory of a rank under a strategy: predicted by a formula, and measured, between steps and at its peak.
 
 The formula, in fp32, for P params with AdamW on a rank with the share f: params 4 P bytes, gradients 4 P, optimizer
-state 8 P; of what a strategy shards, the rank holds f times as much. Activations are not part of it. `measure` counts
-storages between two steps, LiveBytes counts them during a step. Used by rank.py and measure.py.
+state 8 P; of what a strategy shards, the rank holds f times as much. Frozen params have neither gradients nor state.
+Activations are not part of it. `measure` counts storages between two steps, LiveBytes counts them during a step. Used
+by rank.py and measure.py.
 """
 
 import fnmatch
@@ -59,7 +60,6 @@ def predict(strategy: str, model: nn.Module, shares: Sequence[float], rank: int,
 
     With redundancy every rank also holds the shard that it keeps a copy of: all shares together are 2.
     """
-    replicated, sharded = _split_params(strategy, model, shares, rank)
     share = shares[rank] / sum(shares)
     if redundancy:
         copies = copy_ring(shares)
@@ -68,6 +68,7 @@ def predict(strategy: str, model: nn.Module, shares: Sequence[float], rank: int,
 
     def held(category: Category) -> int:
         elements = ELEMENTS_PER_PARAM[category]
+        replicated, sharded = _split_params(strategy, model, shares, rank, only_trained=category != "params")
         if strategy in SHARDED_BY_LAYER:
             return round(ELEMENT_BYTES * elements * (replicated + sharded))
         return round(ELEMENT_BYTES * elements * replicated * (share if category in sharded_categories else 1.0))
@@ -81,7 +82,8 @@ def replicated_bytes(strategy: str, model: nn.Module) -> int:
         replicated, _ = _split_params(strategy, model, [1.0, 0.0], 1)
         return sum(ELEMENTS_PER_PARAM.values()) * ELEMENT_BYTES * replicated
     categories = ELEMENTS_PER_PARAM.keys() - SHARDED_CATEGORIES.get(strategy, set())
-    return ELEMENT_BYTES * count_params(model) * sum(ELEMENTS_PER_PARAM[category] for category in categories)
+    counts = {category: count_params(model, only_trained=category != "params") for category in categories}
+    return ELEMENT_BYTES * sum(ELEMENTS_PER_PARAM[category] * count for category, count in counts.items())
 
 
 def predict_muon(
@@ -99,17 +101,21 @@ def predict_muon(
     return Held(ELEMENT_BYTES * params, ELEMENT_BYTES * (params - own), round(ELEMENT_BYTES * state))
 
 
-def count_params(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
+def count_params(model: nn.Module, *, only_trained: bool = False) -> int:
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or not only_trained)
 
 
-def _split_params(strategy: str, model: nn.Module, shares: Sequence[float], rank: int) -> tuple[int, int]:
+def _split_params(
+    strategy: str, model: nn.Module, shares: Sequence[float], rank: int, *, only_trained: bool = False
+) -> tuple[int, int]:
     """The number of params outside sharded layers, and this rank's number of those inside them."""
     if strategy not in SHARDED_BY_LAYER:
-        return count_params(model), 0
+        return count_params(model, only_trained=only_trained), 0
     plan: Plan = model.tensor_plan()  # type: ignore[operator]
     replicated = sharded = 0
     for name, param in model.named_parameters():
+        if only_trained and not param.requires_grad:
+            continue
         units = _count_units(name, model, plan)
         if units is None:
             replicated += param.numel()
