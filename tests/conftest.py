@@ -50,7 +50,7 @@ LONGEST = (
     "parallel/test_strategies.py",
     "parallel/test_strategy_processes.py",
     "policy/test_slot_schedule.py",
-    "bench/single/test_modes.py",
+    "bench/test_modes.py",
     "bench/strategies/test_strategies.py",
     "parallel/test_tensor_parallel.py",
     "bench/test_efficiency.py",

@@ -349,6 +349,8 @@ BENCH = (
         "efficiency",
         "single",
         "models",
+        "orders",
+        "modes",
     ),
     *("undisturbed", "interval"),
 )

@@ -13,8 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from uneven.bench.demo import MODEL, DemoOrder, Results
+from uneven.bench.demo import MODEL, Results
 from uneven.bench.demo_page import lanes_html, read_timelines
+from uneven.bench.orders import DemoOrder
 from uneven.timeline.document import render_document
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

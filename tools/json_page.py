@@ -18,19 +18,20 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from uneven.bench.chaos.report import ChaosDocument
-from uneven.bench.demo import DemoDocument
-from uneven.bench.efficiency import EfficiencyDocument
-from uneven.bench.policies import TrialDocument
+from uneven.bench.demo import ModeRow
+from uneven.bench.efficiency import Efficiency
+from uneven.bench.policies import Trial
 from uneven.bench.report.build import Report
 from uneven.bench.report.check import Judged
 from uneven.bench.scaling import Scaling
-from uneven.bench.single.run import PrintedSummary
+from uneven.bench.single.folders import Summary
 from uneven.bench.strategies.measure import PairsDocument, RowsDocument
 from uneven.cli import (
     bench,
     bench_results,
     config,
     data,
+    demo,
     devices,
     init,
     join,
@@ -43,7 +44,6 @@ from uneven.cli import (
     state,
     status,
     stop,
-    sweep,
     torch_builds,
 )
 from uneven.install.diagnosis import Diagnosis
@@ -53,20 +53,20 @@ from uneven.results.saved_state import Contents
 
 DOCUMENTS: dict[str, Any] = {
     "bench check": bench_results.Checked,
-    "bench efficiency": EfficiencyDocument,
+    "bench efficiency": Efficiency,
     "bench list": bench.Listed,
-    "bench policies": TrialDocument,
+    "bench policies": Trial,
     "bench report": Report | list[Report],
-    "bench run": PrintedSummary,
+    "bench run": Summary,
     "bench scaling": Scaling,
     "bench strategies": RowsDocument | PairsDocument,
-    "bench sweep": sweep.Swept | sweep.Planned,
+    "bench sweep": bench.Swept | bench.Planned,
     "chaos": ChaosDocument,
     "config check": config.Checked,
     "config show": config.Shown,
     "data get": data.Fetched,
     "data list": data.Listed,
-    "demo": DemoDocument,
+    "demo": demo.Demo,
     "devices": devices.Listed,
     "diagnose": Diagnosis,
     "init": init.Made,
@@ -118,7 +118,7 @@ class Member(NamedTuple):
 
 
 def members(kind: Any) -> dict[str, Member]:
-    hints, meanings = get_type_hints(kind, localns={"Judged": Judged}), _meanings(kind)
+    hints, meanings = get_type_hints(kind, localns={"Judged": Judged, "ModeRow": ModeRow}), _meanings(kind)
     if is_typeddict(kind):
         absent = set(kind.__optional_keys__)
         names = list(hints)

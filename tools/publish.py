@@ -42,7 +42,7 @@ def publish(root: Path, out: Path) -> Path:
     files: dict[Path, Any] = {}
     for folder, runs in ((out, records), (out / EQUAL_TIME, read_equal_time(root))):
         for run in runs:
-            files[folder / run.model / run.mode / f"seed-{run.seed}.json"] = run.packed or _packed(run)
+            files[folder / run.model / run.mode / f"seed-{run.summary.seed}.json"] = run.packed or _packed(run)
             if folder == out and isinstance(paired := read_json(run.folder.parent / EFFICIENCY), dict):
                 files[out / run.model / run.mode / EFFICIENCY] = paired
     for path, content in files.items():
@@ -67,7 +67,7 @@ def _packed(run: RunRecord) -> dict[str, Any]:
     rows = [[_short(entry.get(name)) for name in columns] for entry in run.metrics]
     return {
         "version": PACKED_VERSION,
-        "summary": run.summary,
+        "summary": finite(run.summary),
         "settings": {name: value for name, value in settings.items() if name not in LOCAL_SETTINGS},
         "metrics": {"columns": columns, "rows": rows},
         "times": None if times is None else asdict(times),

@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from uneven.bench.single.run import Order, run_single
+from uneven.bench.orders import Order
+from uneven.bench.single.run import run_single
 
 PAIR = "cpu,cpu@0.4"
 SLICES = "cuda:0%60,cuda:0%24"

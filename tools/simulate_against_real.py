@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from uneven.bench.efficiency import EfficiencyOrder, PairsBar, measure_efficiency
+from uneven.bench.efficiency import PairsReporter, measure_efficiency
+from uneven.bench.orders import EfficiencyOrder
+from uneven.files import finite
 from uneven.simulate.cluster import Cluster, Job, Policy, RankKind
 from uneven.simulate.links import Link
 from uneven.simulate.simulation import simulate
@@ -44,9 +46,10 @@ def measure(args: argparse.Namespace, devices: str, policy: str, batch_size: int
         most_pairs=max(pairs, args.most_pairs),
     )
     print(f"{devices}: {policy} at {batch_size} ...", file=sys.stderr)
-    reporter = PairsBar("off", pairs)
+    reporter = PairsReporter("off")
     try:
-        return measure_efficiency(order, reporter)
+        found: dict[str, Any] = finite(measure_efficiency(order, reporter))
+        return found
     finally:
         reporter.close()
 

@@ -13,10 +13,11 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, Any, Union, get_args, get_origin, get_type_hints
 
 from uneven.errors import InputError, MachineError
 
@@ -88,6 +89,53 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def read_as(kind: Any, value: Any) -> Any:
+    """The inverse of `finite`: JSON as a dataclass, or a list, tuple or dict of some; TypeError says what does not fit.
+
+    A key that the dataclass does not have is passed over; one that has a default may be missing. Numbers are finite.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        for one in inner:
+            with suppress(TypeError):
+                return read_as(one, value)
+    elif is_dataclass(kind) and isinstance(value, dict):
+        return _read_fields(kind, value)
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        return origin(read_as(inner[0], one) for one in value)
+    elif origin is dict and isinstance(value, dict):
+        return {name: read_as(inner[1], one) for name, one in value.items()}
+    elif kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return value
+    elif kind not in (int, float) and isinstance(kind, type) and isinstance(value, kind):
+        return value
+    raise TypeError(f"{value!r} is no {getattr(kind, '__name__', kind)}")
+
+
+def _read_fields(kind: Any, value: dict[str, Any]) -> Any:
+    hints, known = get_type_hints(kind), fields(kind)
+    entries = {}
+    lacking = [one.name for one in known if one.default is MISSING and one.default_factory is MISSING]
+    lacking = [name for name in lacking if name not in value]
+    if lacking:
+        raise TypeError(f"lacks {', '.join(lacking)}")
+    for name in [one.name for one in known if one.name in value]:
+        with _named(name):
+            entries[name] = read_as(hints[name], value[name])
+    return kind(**entries)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except TypeError:
+        raise TypeError(f"has no usable {name}") from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -17,7 +17,6 @@ from uneven.bench.demo import (
     DIGITS,
     LEAST,
     OURS,
-    DemoOrder,
     Results,
     check,
     fit_length,
@@ -27,8 +26,10 @@ from uneven.bench.demo import (
     train_modes,
 )
 from uneven.bench.models.sets import load_set
-from uneven.bench.single.modes import limit_threads
-from uneven.bench.single.run import Order, run_single
+from uneven.bench.modes import limit_threads
+from uneven.bench.orders import DemoOrder, Order
+from uneven.bench.single.folders import Summary
+from uneven.bench.single.run import run_single
 from uneven.errors import MachineError, RankError, StoppedError
 
 
@@ -118,14 +119,14 @@ def test_a_device_alone_has_the_threads_that_it_has_among_others(monkeypatch: py
 
 def test_the_threads_are_set_before_torch_is_loaded() -> None:
     code = (
-        "import sys; from uneven.bench.demo import DemoOrder, check, notes, threads\n"
+        "import sys; from uneven.bench.demo import check, notes, threads; from uneven.bench.orders import DemoOrder\n"
         "order = DemoOrder(); check(order); notes(order); threads(order); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
 def test_a_mode_whose_ranks_fail_is_recorded_and_the_others_run() -> None:
-    def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         if mode == "torch-ddp":
             raise RankError("rank 1 died\nIts own traceback: ...")
         return summary(mode, SPEEDS[mode])
@@ -152,16 +153,16 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def train(self, order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(self, order: DemoOrder, mode: str, limit_s: float) -> Summary:
         self.trained.append(mode)
         self.now += min(self.seconds[mode], limit_s)
         if self.seconds[mode] > limit_s:
             raise StoppedError("not finished")
-        return summary(mode, SPEEDS[mode]) | {"is_disturbed": mode in self.disturbed}
+        return summary(mode, SPEEDS[mode], is_disturbed=mode in self.disturbed)
 
 
 def run_on(clock: Clock, *modes: str, budget_s: float = 240.0) -> Results:
-    order = DemoOrder(modes=modes, budget_s=budget_s)
+    order = DemoOrder(modes=modes, minutes=budget_s / 60)
     results = check(order)
     train_modes(order, results, lambda _: None, clock.train, clock)
     assert clock.now <= budget_s
@@ -197,7 +198,7 @@ def test_a_disturbed_mode_is_measured_again_once_where_the_budget_allows_it() ->
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MachineError])
 def test_finished_modes_are_kept_if_the_demo_ends_early(end: type[BaseException]) -> None:
-    def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         if mode == "solo-1":
             raise end("no more")
         return summary(mode, SPEEDS[mode])
@@ -223,14 +224,14 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def train(self, order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(self, order: DemoOrder, mode: str, limit_s: float) -> Summary:
         self.trained.append((mode, order.samples))
         speed = self.speeds[mode]
         seconds = order.epochs * (order.samples or DIGITS) / speed
         self.now += min(seconds + self.around_s, limit_s)
         if seconds + self.around_s > limit_s:
             raise StoppedError("not finished")
-        return summary(mode, speed, (0.7, 0.3)) | {"train_seconds": seconds}
+        return summary(mode, speed, (0.7, 0.3), train_seconds=seconds)
 
 
 def run_demo(machine: Machine, order: DemoOrder) -> tuple[DemoOrder, Results]:
@@ -252,7 +253,7 @@ def test_a_slow_machine_measures_every_mode_with_fewer_digits(speed: float) -> N
     machine = Machine(speed)
     order, results = run_demo(machine, DemoOrder())
     assert results.not_run == {}
-    assert machine.now <= DemoOrder().budget_s
+    assert machine.now <= 60 * DemoOrder().minutes
     assert order.samples is not None
     assert LEAST <= order.samples < DIGITS
     assert {samples for _, samples in machine.trained} == {order.samples}, "the same samples in each mode"
@@ -273,7 +274,7 @@ def test_what_is_short_already_or_fails_is_left_as_it_is() -> None:
     assert fit_length(order, check(order), machine.train, machine.clock) == order
     assert machine.trained == []
 
-    def fail(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def fail(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         raise RankError("it died")
 
     assert fit_length(DemoOrder(), check(DemoOrder()), fail) == DemoOrder()
@@ -305,5 +306,5 @@ def test_a_solo_run_gives_the_cores_back_so_that_the_next_mode_has_them(tmp_path
     """Really trains, for a moment, alone on its part of the cores."""
     before = os.sched_getaffinity(0), torch.get_num_threads()
     order = Order(model="logistic", data="mnist-mini", mode="solo-1", devices="cpu,cpu@0.4", epochs=1, samples=128)
-    run_single(Order(**{**vars(order), "out": tmp_path, "progress": "off"}))
+    run_single(Order(**{**vars(order), "out": tmp_path, "progress": "off", "repeat": False}))
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before

@@ -8,8 +8,9 @@ import pytest
 
 from tests.bench.demo_results import SPEEDS, make_results, summary
 from tests.bench.folders import make_timeline
-from uneven.bench.demo import DemoOrder, Results, folder_of
+from uneven.bench.demo import Results, folder_of
 from uneven.bench.demo_page import demo_verdict, read_timelines, shown_mode, write_demo_page
+from uneven.bench.orders import DemoOrder
 
 pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
 
@@ -61,7 +62,7 @@ def test_modes_that_were_not_run_are_on_the_page_with_the_reason(tmp_path: Path)
 
 def test_no_verdict_is_made_of_disturbed_or_missing_runs(tmp_path: Path) -> None:
     results = make_results("solo-0", "solo-1", "torch-ddp", "cpu-async")
-    results.summaries["solo-1"] = summary("solo-1", 10.0) | {"is_disturbed": True}
+    results.summaries["solo-1"] = summary("solo-1", 10.0, is_disturbed=True)
     assert demo_verdict(results, {}).owned is None
     assert demo_verdict(results, {}).sentence.startswith("No verdict: other programs disturbed solo-1")
     assert "none of the policies" in demo_verdict(make_results("solo-0", "solo-1"), {}).sentence

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven import InputError
-from uneven.bench.efficiency import EfficiencyOrder, Pairs, alternate, measure_efficiency, sentences, summarise
+from uneven.bench.efficiency import Pairs, alternate, measure_efficiency, sentences, summarise
+from uneven.bench.orders import EfficiencyOrder
 from uneven.config import RunConfig, Task
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
@@ -85,8 +86,8 @@ def test_a_summary_says_gap_bound_and_where_the_time_goes() -> None:
     )
     order = EfficiencyOrder(model="lenet", batch_size=8)
     result = summarise(order, RunConfig(batch_size=8, epochs=1), pairs)
-    assert result["gap"] == 2.5
-    assert result["ddp_bound"] == pytest.approx(4 / 7)
+    assert result.gap == 2.5
+    assert result.ddp_bound == pytest.approx(4 / 7)
     text = "\n".join(sentences(result))
     assert "0.910 +-" in text
     assert "12:4 could reach 0.950" in text

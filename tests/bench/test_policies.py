@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.folders import make_timeline
-from uneven.bench.policies import PoliciesOrder, PolicyRow, Trial, busy_efficiency, read_row, recommend, try_policies
+from uneven.bench.orders import PoliciesOrder
+from uneven.bench.policies import PolicyRow, Trial, busy_efficiency, read_row, recommend, try_policies
 from uneven.errors import InputError
 from uneven.files import json_text
 from uneven.launch.find_script import Script
@@ -43,15 +44,18 @@ def row(policy: str, loss: float, speed: float) -> PolicyRow:
 def test_the_fastest_of_those_with_a_low_loss_is_recommended(rows: list[PolicyRow], policy: str, words: str) -> None:
     found = recommend(rows)
     assert found is not None
-    assert found[0] == policy
-    assert words in found[1]
+    assert found.policy == policy
+    assert words in found.reason
     assert recommend(rows[:1]) is None
 
 
 def test_no_policy_is_recommended_where_a_run_was_disturbed() -> None:
     rows = [row("sync", 0.30, 100), replace(row("async", 0.20, 150), is_disturbed=True)]
     assert recommend(rows) is None
-    assert Trial(rows).to_json()["policies"][1].is_disturbed
+    trial = Trial()
+    for one in rows:
+        trial.add(one)
+    assert trial.recommended is None
 
 
 def test_efficiency_is_joint_speed_over_that_while_computing() -> None:
@@ -78,30 +82,27 @@ def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) 
     (tmp_path / "train.py").write_text(SCRIPT)
     reported: list[str] = []
     trial = Trial()
-    order = PoliciesOrder(
-        script=Script(tmp_path / "train.py", ("3",)),
-        devices="cpu",
-        epochs=2,
-        policies=("balanced", "async"),
-        out=tmp_path / "out",
-    )
-    try_policies(order, trial, reported.append)
+    order = PoliciesOrder(devices="cpu", epochs=2, policies=("balanced", "async"), out=tmp_path / "out")
+    try_policies(Script(tmp_path / "train.py", ("3",)), order, trial, reported.append)
     assert reported == ["balanced", "async"]
     assert trial.failed == {}
-    assert [row.policy for row in trial.rows] == ["balanced", "async"]
-    assert all(row.loss < 3.0 and row.samples_per_s > 0 for row in trial.rows)
-    assert json.loads(json_text(trial.to_json()))["recommended"]["policy"] in ("balanced", "async")
+    assert [row.policy for row in trial.policies] == ["balanced", "async"]
+    assert all(row.loss < 3.0 and row.samples_per_s > 0 for row in trial.policies)
+    assert json.loads(json_text(trial))["recommended"]["policy"] in ("balanced", "async")
 
 
 def test_a_failing_policy_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import uneven\nraise SystemExit('no data here')")
     trial = Trial()
-    order = PoliciesOrder(script=Script(tmp_path / "train.py"), devices="cpu", policies=("sync",), out=tmp_path / "out")
-    try_policies(order, trial, lambda _: None)
+    script, order = (
+        Script(tmp_path / "train.py"),
+        PoliciesOrder(devices="cpu", policies=("sync",), out=tmp_path / "out"),
+    )
+    try_policies(script, order, trial, lambda _: None)
     assert "no data here" in trial.failed["sync"]
     with pytest.raises(InputError, match="'fast'"):
-        try_policies(PoliciesOrder(script=Script(tmp_path / "train.py"), policies=("fast",)), trial, lambda _: None)
+        try_policies(script, PoliciesOrder(policies=("fast",)), trial, lambda _: None)
     with pytest.raises(InputError, match="there is no such file"):
-        try_policies(PoliciesOrder(script=Script(tmp_path / "none.py")), trial, lambda _: None)
+        try_policies(Script(tmp_path / "none.py"), PoliciesOrder(), trial, lambda _: None)
     with pytest.raises(InputError, match="cuda:99"):
-        try_policies(replace(order, devices="cuda:99"), Trial(), lambda _: pytest.fail("a policy was tried"))
+        try_policies(script, replace(order, devices="cuda:99"), Trial(), lambda _: pytest.fail("a policy was tried"))

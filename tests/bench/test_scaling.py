@@ -6,7 +6,8 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import scaling as module
-from uneven.bench.scaling import Measured, ScalingOrder, fit_alpha, fitted, measure_scaling, overhead_of, predict
+from uneven.bench.orders import ScalingOrder
+from uneven.bench.scaling import Measured, fit_alpha, fitted, measure_scaling, overhead_of, predict
 from uneven.bench.single.process import Ended
 from uneven.errors import InputError, MachineError, RankError
 from uneven.timeline.record import STATES, Account

@@ -9,8 +9,7 @@ import pytest
 
 from tests.cli.documents import check_document
 from uneven import TrainedState
-from uneven.bench import models
-from uneven.bench.single import modes
+from uneven.bench import models, modes
 from uneven.cli.main import main
 
 

@@ -9,24 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.bench.demo_results import SPEEDS
+from tests.bench.demo_results import SPEEDS, summary
 from tests.cli.documents import check_document
 from uneven.bench import demo
+from uneven.bench.orders import DemoOrder
+from uneven.bench.single.folders import Summary
 from uneven.cli.main import main
 from uneven.comm import gloo
 from uneven.errors import MachineError, RankError
 
 
-def fake_train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
-    shares = [1.0] if mode.startswith("solo") else [0.72, 0.28]
+def fake_train(order: DemoOrder, mode: str, limit_s: float, **changes: Any) -> Summary:
     speed = {**SPEEDS, "cpu-cadence": 3380.0}[mode]
-    return {
-        "mode": mode,
-        "quality": {"accuracy": 0.9712},
-        "train_seconds": 30_000 / speed,
-        "samples_per_s": speed,
-        "sample_shares": shares,
-    }
+    return summary(mode, speed, quality={"accuracy": 0.9712}, **changes)
 
 
 @pytest.fixture
@@ -71,10 +66,9 @@ def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type
 def test_disturbed_figures_are_marked_and_nothing_is_concluded_from_them(  # type: ignore[no-untyped-def]
     uneven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
-        is_disturbed = mode in ("torch-ddp", "solo-1")
-        found = {"is_disturbed": is_disturbed, "interference": {"stolen_share": 0.27, "foreign_share": 0.0}}
-        return {**fake_train(order, mode, limit_s), **found}
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
+        found = {"stolen_share": 0.27, "foreign_share": 0.0}
+        return fake_train(order, mode, limit_s, is_disturbed=mode in ("torch-ddp", "solo-1"), interference=found)
 
     monkeypatch.setattr(demo, "_train", train)
     code, out, err = uneven("--modes", "solo-0,torch-ddp,cpu-async")
@@ -104,7 +98,7 @@ def test_without_the_solos_nothing_is_compared(uneven) -> None:  # type: ignore[
 def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-untyped-def]
     uneven, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         if mode == "torch-ddp":
             raise KeyboardInterrupt
         return fake_train(order, mode, limit_s)
@@ -119,10 +113,13 @@ def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-un
 
 
 def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def interrupt(line: str) -> None:
+    train_modes = demo.train_modes
+
+    def interrupted(*given: Any) -> None:
+        train_modes(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("uneven.cli.demo._print_progress", interrupt)
+    monkeypatch.setattr(demo, "train_modes", interrupted)
     code, out, _ = uneven("--modes", "cpu-async")
     assert code == 130
     assert "cpu-async" in out
@@ -130,7 +127,7 @@ def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "_train", train)
@@ -143,7 +140,7 @@ def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         if mode == "torch-ddp":
             raise RankError("rank 1 (cpu@0.4 on here) was killed")
         return fake_train(order, mode, limit_s)
@@ -156,7 +153,7 @@ def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytes
 
 
 def test_a_full_disk_ends_it_with_the_table_of_what_is_there(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> Summary:
         if mode == "solo-1":
             raise MachineError("cannot write to there: no space left")
         return fake_train(order, mode, limit_s)

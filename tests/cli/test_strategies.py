@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.cli.documents import check_document
+from uneven.bench.orders import StrategiesOrder
 from uneven.bench.strategies import measure as module
-from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow
+from uneven.bench.strategies.measure import Paired, StrategyRow
 from uneven.cli.main import app
 from uneven.errors import InputError
 
@@ -55,7 +56,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[StrategiesOrder]:
 def test_tables_show_the_largest_rank_and_whose_part_is_whose(orders: list[StrategiesOrder]) -> None:
     done = call("--shares", "15,6", "--only", "zero1")
     assert done.exit_code == 0, done.output
-    assert orders == [StrategiesOrder(ranks=2, shares=(15.0, 6.0), only=("zero1",))]
+    assert orders == [StrategiesOrder(model="gpt", ranks=2, steps=6, shares=(15.0, 6.0), only=("zero1",))]
     assert "150.0/150.0   0.0 350.0/350.0 +0.0% 250.0 600.0 900" in done.output
     assert "150.0   204.0 250 5.25000 +1.0e-07 2.0e-06 1.0e-06     yes" in done.output
     assert "71.4%  28.6%" in done.output

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.bench.folders import make_run
+from uneven.bench.orders import SweepOrder
 from uneven.bench.single.process import Ended
-from uneven.bench.sweep.plan import SweepOrder, plan_sweep
+from uneven.bench.sweep.plan import plan_sweep
 from uneven.cli.main import app
 from uneven.errors import InputError, RankError
 
@@ -52,7 +53,7 @@ def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
 ) -> None:
     ended = Ended(3, "", "uneven: no space left")
     monkeypatch.setattr("uneven.bench.sweep.run.run_many", lambda commands, *_, **__: ((0, ended) for _ in commands))
-    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
+    monkeypatch.setattr("uneven.bench.sweep.run.provide", lambda order, tell: None)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert isinstance(done.exception, RankError)
     assert RankError.exit_code == 1
@@ -64,7 +65,7 @@ def test_a_stopped_sweep_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr("uneven.bench.sweep.run.run_many", stop)
-    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
+    monkeypatch.setattr("uneven.bench.sweep.run.provide", lambda order, tell: None)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert done.exit_code == 130
     assert f"stopped; finished runs are kept in {tmp_path}, the same command goes on" in done.output
@@ -77,7 +78,7 @@ def test_a_disturbed_run_of_a_sweep_is_named(tmp_path: Path, monkeypatch: pytest
             yield 0, Ended(0, "{}", "")
 
     monkeypatch.setattr("uneven.bench.sweep.run.run_many", run)
-    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
+    monkeypatch.setattr("uneven.bench.sweep.run.provide", lambda order, tell: None)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert "disturbed by other programs, its speed is marked: lenet solo-0 seed 0" in done.output

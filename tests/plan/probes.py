@@ -18,7 +18,7 @@ JOB = JobProbe(
 def rank(device: str, sample_ms: float, fixed_ms: float = 4.0, **others: Any) -> RankProbe:
     slot_ms = fixed_ms + 64 * sample_ms
     speed = 64e3 / slot_ms
-    known = {"threads": 1, "jitter": 0.0, "at_once": speed, "alone": speed, "slot_ms": slot_ms, "round_ms": 0.5}
+    known = {"threads": 1, "at_once": speed, "slot_ms": slot_ms, "round_ms": 0.5}
     return RankProbe(device=device, fixed_ms=fixed_ms, sample_ms=sample_ms, **{**known, **others})
 
 
@@ -30,8 +30,6 @@ def pair(**changes: Any) -> Probe:
         solos=(SoloProbe(device="cpu", threads=2, speed=1700.0), SoloProbe(device="cpu@0.4", threads=2, speed=680.0)),
         exact=ExactProbe(policy="balanced", speed=0.0, overhead_ms=1.0, shares=(92, 36)),
         local=LocalProbe(policy="cadence", speed=0.0, average_ms=1.0, anchor=4),
-        sum_ms=0.5,
-        latency_ms=0.1,
         start_s=4.0,
     )
     return replace(found, **changes)

@@ -73,12 +73,9 @@ def test_the_only_device_is_taken() -> None:
     assert advice_of(probe).reason == "one device, cpu: it is the only one"
 
 
-def test_it_is_told_where_devices_disturb_each_other() -> None:
+def test_it_is_told_where_other_programs_used_the_cores() -> None:
     quiet = pair()
-    ranks = tuple(replace(one, at_once=0.7 * one.alone) for one in quiet.ranks)
-    assert not any("disturb" in line for line in notes(quiet, predict(quiet)))
-    (line,) = (line for line in notes(pair(ranks=ranks), predict(quiet)) if "disturb" in line)
-    assert "reach 0.70 of the sum" in line
+    assert not any("idle" in line for line in notes(quiet, predict(quiet)))
     assert any("idle" in line for line in notes(pair(is_disturbed=True), predict(quiet)))
 
 

@@ -182,7 +182,7 @@ def test_settings_per_device_follow_the_devices() -> None:
 def test_a_strategy_that_divides_something_is_not_given_one_device(strategy: str | None) -> None:
     """The run was refused after the plan: one device has nobody to divide its state with."""
     wanted = config(strategy=strategy, epochs=1)
-    job = replace(JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo"), param_bytes=4_000, gradient_bytes=4_000)
+    job = replace(JobProbe.of(wanted, 2_000, allowed_policies(wanted)), param_bytes=4_000, gradient_bytes=4_000)
     chosen = chosen_config(wanted, plan_from(pair(job=job), {}))
     assert chosen.devices == ("cpu,cpu@0.4" if strategy == "zero1" else "cpu")
     resolve_auto(chosen, parse_devices(chosen.devices))
@@ -242,7 +242,7 @@ def test_the_one_line_tells_that_other_programs_used_the_cores() -> None:
 
 def test_the_probe_of_a_job_has_its_fixed_shares() -> None:
     wanted = config(shares=(5, 2), accumulate=2)
-    job = JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo")
+    job = JobProbe.of(wanted, 2_000, allowed_policies(wanted))
     assert (job.shares, job.accumulate, job.batch_size) == ((5, 2), 2, 16)
 
 

@@ -45,7 +45,7 @@ def test_a_device_alone_is_at_least_as_fast_as_it_was_among_others() -> None:
     slow = tuple(replace(solo, speed=0.5 * solo.speed) for solo in pair().solos)
     probe = pair(solos=slow)
     found = predict(probe)
-    assert of(found, ALONE, "cpu").samples_per_s == max(probe.ranks[0].alone, probe.ranks[0].at_once)
+    assert of(found, ALONE, "cpu").samples_per_s == probe.ranks[0].at_once
     assert of(found, ALONE, "cpu").gain == 1.0
     assert all(one.gain <= 1.41 for one in found)  # the second device has 0.4 of the first one's speed
     among = pair(solos=slow, ranks=(replace(probe.ranks[0], at_once=1900.0), probe.ranks[1]))
@@ -177,7 +177,9 @@ def test_a_probe_is_the_same_after_json() -> None:
     fixed = pair(job=replace(JOB, shares=(5.0, 2.0), accumulate=2))
     assert Probe.from_json(json.loads(json.dumps(fixed.to_json()))) == fixed
     written = probe.to_json()
-    del written["job"]["shares"], written["job"]["accumulate"]  # as before there were these keys
+    del written["job"]["shares"], written["job"]["accumulate"]  # a key with a default may be missing
     assert Probe.from_json(written) == probe
+    with pytest.raises(TypeError, match="has no usable ranks"):
+        Probe.from_json({**written, "ranks": [{**written["ranks"][0], "fixed_ms": "4"}]})
     with pytest.raises(ValueError, match="version"):
         Probe.from_json({**probe.to_json(), "version": 0})

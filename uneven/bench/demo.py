@@ -8,28 +8,30 @@ without a result is named with the reason.
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from uneven.bench.single.modes import PAIR, resolve_mode, run_folder
-from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
+from uneven.bench.modes import PAIR, resolve_mode, run_folder
+from uneven.bench.orders import DemoOrder, Order
+from uneven.bench.undisturbed import FOOTNOTE, mark
 from uneven.errors import InputError, MachineError, RankError, StoppedError
 from uneven.format import format_count
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 from uneven.hardware.preflight import check_device
 
+if TYPE_CHECKING:
+    from uneven.bench.single.folders import Summary
+
 MODEL = "lenet"
 DATA = "mnist-mini"
 DIGITS = 10_000  # in the package
 METRIC = "accuracy"
-EPOCHS = 3
 REFERENCE = "torch-ddp"
 # Every machine has these. What the demo is about comes first: where the time ends early, the last ones are missing.
 OURS = ("cpu-async", "cpu-balanced", "cpu-cadence", "cpu-sync")
-BUDGET_S = 240.0
 MODE_SHARE = 0.5  # the fraction of the remaining time that one mode may use, so that a slow one does not use all
 TRIED = 640  # digits on each device, to see how fast it is
 TRIED_SHARE = 0.1  # the part of the budget that one device may be tried for
@@ -38,21 +40,7 @@ PLANNED = 0.8  # the part of the budget that is planned for: no estimate is exac
 RANKS = 1.3  # times the first try for a start of ranks: like that, they load torch, and also meet
 MORE = "--minutes gives it more"
 
-Summary = Mapping[str, Any]  # of one run, as single/run.py writes it
-Train = Callable[["DemoOrder", str, float], Summary]  # order, mode, time limit in seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOrder:
-    """The settings of a demo. `modes` None means all that these devices allow."""
-
-    devices: str = PAIR
-    modes: tuple[str, ...] | None = None
-    epochs: int = EPOCHS
-    samples: int | None = None  # train on this many digits only, for a quick look
-    out: Path = Path("runs") / "demo"
-    progress: str = "auto"
-    budget_s: float = BUDGET_S
+Train = Callable[[DemoOrder, str, float], "Summary"]  # order, mode, time limit in seconds
 
 
 @dataclass(frozen=True)
@@ -70,33 +58,13 @@ class ModeRow:
     interference: dict[str, Any] | None = None
 
 
-class DemoDocument(TypedDict):
-    """What --json prints."""
-
-    model: str
-    data: str
-    devices: list[str]
-    modes: list[ModeRow]
-    sentence: str  # the verdict
-    disturbed: list[str]
-    failures: dict[str, str]  # mode: why
-    skipped: dict[str, str]  # mode: why
-    missing: list[str]
-    epochs: int
-    samples: int | None
-    out: str
-    notes: list[str]
-    interrupted: bool
-    page: str | None
-
-
 @dataclass
 class Results:
     """The modes that are finished so far; complete or not, it can be printed."""
 
     devices: tuple[str, ...]
     modes: tuple[str, ...]
-    summaries: dict[str, Summary] = field(default_factory=dict)
+    summaries: dict[str, "Summary"] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # mode -> why
     skipped: dict[str, str] = field(default_factory=dict)  # mode -> why the budget did not allow it
     shortened: str | None = None  # why each mode trains fewer digits than were asked for
@@ -105,13 +73,13 @@ class Results:
     def alone(self) -> tuple[float, ...] | None:
         """Each device's samples/s alone; None unless all were run, since any of them may be the fastest."""
         solos = [self.summaries.get(f"solo-{place}") for place in range(len(self.devices))]
-        speeds = tuple(summary["samples_per_s"] for summary in solos if summary is not None)
+        speeds = tuple(summary.samples_per_s for summary in solos if summary is not None)
         return speeds if len(speeds) == len(self.devices) else None
 
     @property
     def disturbed(self) -> list[str]:
         """Modes whose figures are marked."""
-        return [mode for mode, summary in self.summaries.items() if is_disturbed(summary)]
+        return [mode for mode, summary in self.summaries.items() if summary.is_disturbed]
 
     @property
     def undisturbed_alone(self) -> tuple[float, ...] | None:
@@ -127,8 +95,25 @@ class Results:
 
     @property
     def rows(self) -> list[ModeRow]:
-        alone = self.alone
-        return [_row(summary, len(self.devices), alone) for summary in self.summaries.values()]
+        alone, rows = self.alone, []
+        for mode, summary in self.summaries.items():
+            shares, speed = tuple(summary.sample_shares), summary.samples_per_s
+            if mode.startswith("solo-"):
+                shares = tuple(float(mode == f"solo-{place}") for place in range(len(self.devices)))
+            rows.append(
+                ModeRow(
+                    mode=mode,
+                    accuracy=summary.quality[METRIC],
+                    seconds=summary.train_seconds,
+                    samples_per_s=speed,
+                    speedup=speed / max(alone) if alone else None,
+                    efficiency=speed / sum(alone) if alone else None,
+                    shares=shares,
+                    is_disturbed=summary.is_disturbed,
+                    interference=summary.interference,
+                )
+            )
+        return rows
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and cells, of the terminal and of the page."""
@@ -203,26 +188,26 @@ def fit_length(
     digits = min(order.samples or DIGITS, DIGITS)
     if digits <= LEAST:
         return order
-    began_s = clock()
+    began_s, budget_s = clock(), 60 * order.minutes
     speeds, around_s = [], []  # samples/s of each device, and the seconds around its training
     with tempfile.TemporaryDirectory(prefix="uneven-demo-") as folder:
         short = replace(order, samples=TRIED, epochs=1, out=Path(folder), progress="off")
         for place in range(len(results.devices)):
             before_s = clock()
             try:
-                summary = train(short, f"solo-{place}", TRIED_SHARE * order.budget_s)
-                speeds.append(float(summary["samples_per_s"]))
-                around_s.append(max(0.0, clock() - before_s - float(summary["train_seconds"])))
+                summary = train(short, f"solo-{place}", TRIED_SHARE * budget_s)
+                speeds.append(summary.samples_per_s)
+                around_s.append(max(0.0, clock() - before_s - summary.train_seconds))
             except StoppedError:
-                speeds.append(TRIED / (TRIED_SHARE * order.budget_s))
+                speeds.append(TRIED / (TRIED_SHARE * budget_s))
                 around_s.append(0.0)
             except (RankError, InputError, MachineError):
                 return order  # its mode fails, too, and says why
-    left_s = order.budget_s - (clock() - began_s)
+    left_s = budget_s - (clock() - began_s)
     starts_s = sum(around_s[-1] if mode.startswith("solo-") else RANKS * around_s[0] for mode in results.modes)
     per_sample_s = sum(_seconds_per_sample(mode, speeds) for mode in results.modes)
     fitting = max(0, int((PLANNED * left_s - starts_s) / per_sample_s))
-    order = replace(order, budget_s=max(0.0, left_s))
+    order = replace(order, minutes=max(0.0, left_s / 60))
     if fitting >= order.epochs * digits:
         return order
     epochs = min(order.epochs, max(1, fitting // LEAST))
@@ -256,7 +241,7 @@ def train_modes(
     any other error ends the demo.
     """
     train = train or _train
-    end_s = clock() + order.budget_s
+    end_s = clock() + 60 * order.minutes
     shortest_s = longest_s = 0.0
     for number, mode in enumerate(results.modes, 1):
         place, modes_left = f"{number}/{len(results.modes)} {mode}", len(results.modes) - number
@@ -271,7 +256,7 @@ def train_modes(
         try:
             summary = results.summaries[mode] = train(order, mode, limit_s)
             took_s = clock() - began_s
-            if is_disturbed(summary) and end_s - clock() >= (modes_left + 1) * took_s:
+            if summary.is_disturbed and end_s - clock() >= (modes_left + 1) * took_s:
                 report(f"{place} was disturbed by other programs: measured again")
                 summary = results.summaries[mode] = train(order, mode, limit_s)
         except StoppedError:
@@ -284,16 +269,16 @@ def train_modes(
             report(f"{place} failed: {str(error).splitlines()[0]}")
             continue
         shortest_s, longest_s = min(shortest_s or took_s, took_s), max(longest_s, took_s)
-        accuracy, seconds = 100 * summary["quality"][METRIC], summary["train_seconds"]
-        report(f"{place}: {accuracy:.2f} % right, {mark(f'{seconds:.1f} s', is_disturbed(summary))} of training")
+        accuracy, seconds = 100 * summary.quality[METRIC], mark(f"{summary.train_seconds:.1f} s", summary.is_disturbed)
+        report(f"{place}: {accuracy:.2f} % right, {seconds} of training")
 
 
 def folder_of(order: DemoOrder, mode: str) -> Path:
     return run_folder(order.out, MODEL, mode, 0)
 
 
-def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
-    from uneven.bench.single.run import Order, run_single
+def _train(order: DemoOrder, mode: str, time_limit_s: float) -> "Summary":
+    from uneven.bench.single.run import run_single
     from uneven.results.progress import bars_only
 
     # The progress lines of seven runs would hide the table.
@@ -308,6 +293,7 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
                 samples=order.samples,
                 eval_every=order.epochs,
                 out=order.out,
+                repeat=False,
                 progress=order.progress,
                 time_limit_s=time_limit_s,
             )
@@ -324,21 +310,3 @@ def _chosen(wanted: Sequence[str] | None, num_devices: int, devices: str) -> tup
             raise InputError(f"--modes: {mode!r} is none of {', '.join(allowed)} (on {devices})")
         resolve_mode(mode, devices)
     return tuple(dict.fromkeys(wanted))
-
-
-def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> ModeRow:
-    mode, speed = summary["mode"], summary["samples_per_s"]
-    shares = tuple(summary["sample_shares"])
-    if mode.startswith("solo-"):
-        shares = tuple(float(mode == f"solo-{place}") for place in range(num_devices))
-    return ModeRow(
-        mode=mode,
-        accuracy=summary["quality"][METRIC],
-        seconds=summary["train_seconds"],
-        samples_per_s=speed,
-        speedup=speed / max(alone) if alone else None,
-        efficiency=speed / sum(alone) if alone else None,
-        shares=shares,
-        is_disturbed=is_disturbed(summary),
-        interference=summary.get("interference"),
-    )

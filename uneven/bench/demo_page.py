@@ -9,7 +9,8 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from uneven.bench.demo import OURS, REFERENCE, DemoOrder, ModeRow, Results, folder_of
+from uneven.bench.demo import OURS, REFERENCE, ModeRow, Results, folder_of
+from uneven.bench.orders import DemoOrder
 from uneven.bench.single.folders import read_timeline, write_file
 from uneven.bench.undisturbed import mark
 from uneven.format import format_count
@@ -29,7 +30,7 @@ def read_timelines(order: DemoOrder, results: Results) -> dict[str, Timeline]:
 
 def shown_mode(results: Results) -> str | None:
     """The mode of ours that is shown: async, or the fastest of those that have finished."""
-    speeds = {mode: results.summaries[mode]["samples_per_s"] for mode in OURS if mode in results.summaries}
+    speeds = {mode: results.summaries[mode].samples_per_s for mode in OURS if mode in results.summaries}
     return "cpu-async" if "cpu-async" in speeds else max(speeds, key=lambda mode: speeds[mode], default=None)
 
 
@@ -45,7 +46,7 @@ def demo_verdict(results: Results, timelines: Mapping[str, Timeline]) -> Verdict
     accounts = timelines[mode].accounts if mode in timelines else []
     is_known = alone is not None and len(accounts) == len(alone)
     lost = lost_by_state(accounts, alone) if is_known and alone is not None else {}
-    return verdict(alone or (), results.summaries[mode]["samples_per_s"], lost, MEASURED, mode)
+    return verdict(alone or (), results.summaries[mode].samples_per_s, lost, MEASURED, mode)
 
 
 def write_demo_page(

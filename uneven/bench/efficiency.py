@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.single.run import Order, make_task
-from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
+from uneven.bench.orders import EfficiencyOrder, Order
+from uneven.bench.single.run import make_task
+from uneven.bench.undisturbed import FOOTNOTE, mark
 from uneven.config import RunConfig, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
@@ -34,35 +35,9 @@ from uneven.train.requests import Requests
 from uneven.train.segment import Segment, SegmentTrainer, Worker, train_in_segments
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
+Kind = Literal["policy", "torch-ddp"]
 FOREVER = 10**6  # epochs: the measurement ends when the interval is narrow enough
 MAX_DISTURBED = 0.1  # of the pairs: both segments of a pair are disturbed alike, so a few hardly move the mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class EfficiencyOrder:
-    """Segments last at least `seconds`; pairs are added until the interval is at most `half_width` wide each way."""
-
-    model: str
-    policy: str = "balanced"
-    devices: str = "cpu,cpu@0.4"
-    data: str | None = None
-    batch_size: int | None = None
-    precision: str = "fp32"
-    compile: str = "off"
-    backend: str = "auto"
-    seconds: float = 1.5
-    least_pairs: int = 30
-    most_pairs: int = 200
-    half_width: float = 0.03
-    against_ddp: bool = False  # the ratio is then ours / PyTorch's DDP, side by side in the same processes
-
-    @property
-    def joint(self) -> Literal["policy", "torch-ddp"]:
-        return "torch-ddp" if self.policy == "torch-ddp" else "policy"
-
-    @property
-    def reference(self) -> Literal["solo", "torch-ddp"]:
-        return "torch-ddp" if self.against_ddp else "solo"
 
 
 @dataclass
@@ -87,10 +62,45 @@ class Pairs:
         return interval(self.ratios)
 
 
-class EfficiencyDocument(TypedDict):
+@dataclass(frozen=True)
+class Delays:
+    """The time from a rank's snapshot to its merge, in steps of the slowest rank."""
+
+    rounds: int
+    mean: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, delays: list[float]) -> "Delays | None":
+        ordered = sorted(delays)
+        late = ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+        return cls(len(ordered), statistics.mean(ordered), late, ordered[-1]) if ordered else None
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Of a round on rank 0, in ms: waiting, the rank's own time for it, and from snapshot to average."""
+
+    wait: float
+    transfer: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class DisturbedPairs:
+    """What other programs did to the pairs."""
+
+    repeated_pairs: int
+    disturbed_pairs: int
+    last: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
     """The result of a measurement, as it is printed and written."""
 
-    version: int
+    version: int = 1
     model: str
     policy: str
     against_ddp: bool
@@ -111,14 +121,14 @@ class EfficiencyDocument(TypedDict):
     busy_ms: list[float]
     shares: list[int]  # samples, or batches of a window
     payload_bytes_per_step: int | None
-    merge_delay: dict[str, float] | None
-    round_ms: dict[str, float] | None
+    merge_delay: Delays | None
+    round_ms: RoundTimes | None
     ratios: list[float]
     is_disturbed: bool
-    interference: dict[str, Any]
+    interference: DisturbedPairs
 
 
-def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> EfficiencyDocument:
+def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> Efficiency:
     """Start the ranks, which measure the pairs, and summarise them."""
     if order.policy not in POLICIES:
         raise InputError(f"policy {order.policy!r} must be one of {', '.join(POLICIES)}")
@@ -155,7 +165,8 @@ def _read(folder: Path) -> Pairs:
 
 def alternate(order: EfficiencyOrder, worker: Worker, folder: Path) -> None:
     """The program of every rank; rank 0 writes pairs.json into its folder."""
-    with train_in_segments(worker, order.joint, order.reference) as trainer:
+    joint: Kind = "torch-ddp" if order.policy == "torch-ddp" else "policy"
+    with train_in_segments(worker, joint, "torch-ddp" if order.against_ddp else "solo") as trainer:
         pairs = _measure(order, trainer)
     if trainer.rank == 0:
         (folder / "pairs.json").write_text(json.dumps(asdict(pairs)))
@@ -217,115 +228,85 @@ def _add_pair(trainer: SegmentTrainer, pairs: Pairs, segment: Segment, solo: lis
         pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in ranks])
 
 
-def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> EfficiencyDocument:
+def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> Efficiency:
     mean, half = pairs.interval()
     speeds = [statistics.mean(column) for column in zip(*pairs.solo, strict=True)]
     bounds = Yardstick.of(speeds)
-    return {
-        "version": 1,
-        "model": order.model,
-        "policy": order.policy,
-        "against_ddp": order.against_ddp,
-        "devices": order.devices,
-        "batch_size": config.batch_size,
-        "precision": config.precision,
-        "compile": config.compile,
-        "backend": config.backend,
-        "efficiency": mean,
-        "half_width": half if math.isfinite(half) else None,  # one pair has no interval
-        "pairs": len(pairs.ratios),
-        "gap": bounds.gap,
-        "ddp_bound": bounds.ddp_bound,
-        "split_bound": statistics.mean(pairs.bounds) if pairs.bounds else None,
-        "solo_samples_per_s": speeds,
-        "joint_samples_per_s": statistics.mean(pairs.joint),
-        "step_ms": statistics.mean(pairs.step_ms),
-        "busy_ms": [statistics.mean(column) for column in zip(*pairs.busy_ms, strict=True)],
-        "shares": pairs.shares[-1],
-        "payload_bytes_per_step": pairs.payload_bytes,
-        "merge_delay": _delays(pairs.delays),
-        "round_ms": _round_ms(pairs.rounds),
-        "ratios": pairs.ratios,
-        "is_disturbed": len(pairs.disturbed) > MAX_DISTURBED * len(pairs.ratios),
-        "interference": {
-            "repeated_pairs": pairs.repeated,
-            "disturbed_pairs": len(pairs.disturbed),
-            "last": pairs.disturbed[-1] if pairs.disturbed else None,
-        },
-    }
+    rounds = [statistics.mean(column) for column in zip(*pairs.rounds, strict=True)]
+    return Efficiency(
+        model=order.model,
+        policy=order.policy,
+        against_ddp=order.against_ddp,
+        devices=order.devices,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        compile=config.compile,
+        backend=config.backend,
+        efficiency=mean,
+        half_width=half if math.isfinite(half) else None,
+        pairs=len(pairs.ratios),
+        gap=bounds.gap,
+        ddp_bound=bounds.ddp_bound,
+        split_bound=statistics.mean(pairs.bounds) if pairs.bounds else None,
+        solo_samples_per_s=speeds,
+        joint_samples_per_s=statistics.mean(pairs.joint),
+        step_ms=statistics.mean(pairs.step_ms),
+        busy_ms=[statistics.mean(column) for column in zip(*pairs.busy_ms, strict=True)],
+        shares=pairs.shares[-1],
+        payload_bytes_per_step=pairs.payload_bytes,
+        merge_delay=Delays.of(pairs.delays),
+        round_ms=RoundTimes(wait=rounds[0], transfer=rounds[1], latency=rounds[2]) if rounds else None,
+        ratios=pairs.ratios,
+        is_disturbed=len(pairs.disturbed) > MAX_DISTURBED * len(pairs.ratios),
+        interference=DisturbedPairs(
+            pairs.repeated, len(pairs.disturbed), pairs.disturbed[-1] if pairs.disturbed else None
+        ),
+    )
 
 
-def _delays(delays: list[float]) -> dict[str, float] | None:
-    """Statistics of the time from a rank's snapshot to its merge, in steps of the slowest rank."""
-    if not delays:
-        return None
-    ordered = sorted(delays)
-    return {
-        "rounds": len(ordered),
-        "mean": statistics.mean(ordered),
-        "p99": ordered[int(0.99 * (len(ordered) - 1))],
-        "max": ordered[-1],
-    }
-
-
-def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | None:
-    """Mean times of a round on rank 0: waiting, the rank's own time for it, and from snapshot to average."""
-    if not rounds:
-        return None
-    names = ("wait", "transfer", "latency")
-    return {name: statistics.mean(column) for name, column in zip(names, zip(*rounds, strict=True), strict=True)}
-
-
-def sentences(result: EfficiencyDocument) -> list[str]:
+def sentences(result: Efficiency) -> list[str]:
     """The figure and its explanation, as lines to print; a disturbed figure is marked and not explained."""
-    is_marked = is_disturbed(result)
-    half = result["half_width"]
-    figure = mark(f"{result['efficiency']:.3f}" + ("" if half is None else f" +- {half:.3f}"), is_marked)
-    if is_marked:
-        num_disturbed = result["interference"]["disturbed_pairs"]
-        footnote = [f"{FOOTNOTE} ({num_disturbed} of {result['pairs']} pairs, each measured twice)"]
-    else:
-        footnote = []
-    where = f"on {result['devices']}, batch {result['batch_size']}"
-    if result["against_ddp"]:
+    half = "" if result.half_width is None else f" +- {result.half_width:.3f}"
+    figure = mark(f"{result.efficiency:.3f}{half}", result.is_disturbed)
+    where = f"on {result.devices}, batch {result.batch_size}"
+    line = f"{result.model} {result.policy} {where}: efficiency {figure} (95 %, {result.pairs} pairs)"
+    if result.against_ddp:
         line = (
-            f"{result['model']} {result['policy']} / torch DDP {where}: {figure} times as fast "
-            f"(95 %, {result['pairs']} pairs); {result['payload_bytes_per_step']:,} bytes a step and rank"
+            f"{result.model} {result.policy} / torch DDP {where}: {figure} times as fast "
+            f"(95 %, {result.pairs} pairs); {result.payload_bytes_per_step:,} bytes a step and rank"
         )
-        return [line, *footnote]
-    line = f"{result['model']} {result['policy']} {where}: efficiency {figure} (95 %, {result['pairs']} pairs)"
-    return [line, *(footnote or _explanations(result))]
+    if result.is_disturbed:
+        num_disturbed = result.interference.disturbed_pairs
+        return [line, f"{FOOTNOTE} ({num_disturbed} of {result.pairs} pairs, each measured twice)"]
+    return [line] if result.against_ddp else [line, *_explanations(result)]
 
 
-def _explanations(result: EfficiencyDocument) -> list[str]:
+def _explanations(result: Efficiency) -> list[str]:
     """Speeds, gap and bounds, and how the rest of a step is spent."""
-    gain = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
+    gain = result.joint_samples_per_s / max(result.solo_samples_per_s) - 1.0
     lines = [
-        f"  solo {' + '.join(f'{speed:,.0f}' for speed in result['solo_samples_per_s'])} samples/s, together "
-        f"{result['joint_samples_per_s']:,.0f} ({gain:+.0%} to the fastest alone); gap {result['gap']:.2f}, "
-        f"equal-batch DDP at most {result['ddp_bound']:.2f}",
+        f"  solo {' + '.join(f'{speed:,.0f}' for speed in result.solo_samples_per_s)} samples/s, together "
+        f"{result.joint_samples_per_s:,.0f} ({gain:+.0%} to the fastest alone); gap {result.gap:.2f}, "
+        f"equal-batch DDP at most {result.ddp_bound:.2f}",
     ]
-    shares = ":".join(str(share) for share in result["shares"])
-    if result["merge_delay"] is not None:
-        delay = result["merge_delay"]
-        lines.append(
-            f"  windows of {shares} batches; merged {delay['mean']:.2f} steps of the slowest rank after the snapshot "
-            f"on average (99 %: {delay['p99']:.2f}, most {delay['max']:.2f}; {delay['rounds']} merges)"
-        )
-        cost = result["round_ms"] or {}
-        lines.append(
-            f"  a round on the first device: {cost['wait']:.1f} ms of waiting, {cost['transfer']:.1f} ms of its own "
-            f"time, {cost['latency']:.1f} ms from snapshot to average"
-        )
-    elif result["split_bound"] is not None:
-        busy = " and ".join(f"{ms:.1f}" for ms in result["busy_ms"])
-        lines.append(
-            f"  split {shares} could reach {result['split_bound']:.3f} without communication; a step takes "
-            f"{result['step_ms']:.1f} ms, of which the ranks compute {busy} ms"
-        )
-    else:
-        lines.append(f"  split {shares}; a step takes {result['step_ms']:.1f} ms")
-    return lines
+    shares = ":".join(map(str, result.shares))
+    delay, cost = result.merge_delay, result.round_ms
+    if delay is not None and cost is not None:
+        return [
+            *lines,
+            f"  windows of {shares} batches; merged {delay.mean:.2f} steps of the slowest rank after the snapshot "
+            f"on average (99 %: {delay.p99:.2f}, most {delay.max:.2f}; {delay.rounds} merges)",
+            f"  a round on the first device: {cost.wait:.1f} ms of waiting, {cost.transfer:.1f} ms of its own "
+            f"time, {cost.latency:.1f} ms from snapshot to average",
+        ]
+    if result.split_bound is None:
+        return [*lines, f"  split {shares}; a step takes {result.step_ms:.1f} ms"]
+    busy = " and ".join(f"{ms:.1f}" for ms in result.busy_ms)
+    return [
+        *lines,
+        f"  split {shares} could reach {result.split_bound:.3f} without communication; a step takes "
+        f"{result.step_ms:.1f} ms, of which the ranks compute {busy} ms",
+    ]
 
 
 class PairsReporter(Reporter):

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+from uneven.bench.orders import PoliciesOrder
 from uneven.bench.single.folders import read_timeline
 from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
@@ -23,18 +24,7 @@ from uneven.launch.find_script import Script, refuse_no_file
 from uneven.launch.script import refuse_plain_script
 from uneven.timeline.timeline import Timeline
 
-ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # a loss within this fraction of the lowest counts as equally good, since there is one run per policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoliciesOrder:
-    script: Script
-    devices: str = "auto"
-    epochs: int = 3
-    policies: tuple[str, ...] = ALL
-    seed: int = 0
-    out: Path = Path("runs") / "policies"
 
 
 @dataclass(frozen=True)
@@ -51,49 +41,44 @@ class PolicyRow:
     interference: dict[str, Any] | None = None
 
 
-class TrialDocument(TypedDict):
-    """What --json prints."""
+@dataclass(frozen=True)
+class Recommended:
+    """The policy to take, and the reason."""
 
-    version: int
-    policies: list[PolicyRow]
-    failed: dict[str, str]  # policy: why
-    recommended: dict[str, str] | None  # the policy, and the reason
+    policy: str
+    reason: str
 
 
 @dataclass
 class Trial:
-    """The runs that are finished so far, and those that failed."""
+    """The runs that are finished so far, and those that failed; what --json prints."""
 
-    rows: list[PolicyRow] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # policy -> why
+    policies: list[PolicyRow] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # policy: why
+    recommended: Recommended | None = None
+    version: int = 1
 
-    @property
-    def recommended(self) -> tuple[str, str] | None:
-        return recommend(self.rows)
-
-    def to_json(self) -> TrialDocument:
-        recommended = self.recommended
-        return {
-            "version": 1,
-            "policies": self.rows,
-            "failed": self.failed,
-            "recommended": None if recommended is None else {"policy": recommended[0], "reason": recommended[1]},
-        }
+    def add(self, row: PolicyRow) -> None:
+        self.policies.append(row)
+        self.recommended = recommend(self.policies)
 
 
-def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], None]) -> None:
+def try_policies(script: Script, order: PoliciesOrder, trial: Trial, report: Callable[[str], None]) -> None:
     """Run the policies in turn and add them to `trial`, which is valid after an interrupt; `report` gets each name."""
     for policy in order.policies:
-        if policy not in ALL:
-            raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
-    refuse_no_file(order.script.path)
-    refuse_plain_script(order.script, len(order.policies), "policy")
+        if policy not in POLICIES:
+            raise InputError(f"policy {policy!r} must be one of {', '.join(POLICIES)}")
+    refuse_no_file(script.path)
+    refuse_plain_script(script, len(order.policies), "policy")
     for device in () if order.devices == "auto" else parse_devices(order.devices):
         check_device(device)  # here, since each policy would fail with the same line
     for policy in order.policies:
         report(policy)
         out = order.out / policy
-        ended, interference = measure_undisturbed(partial(run_uneven, _arguments(order, policy, out)))
+        settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
+        own = ["--", *script.args] if script.args else []
+        arguments = ["run", *script.words, *flags({**settings, "progress": "off"}), *own]
+        ended, interference = measure_undisturbed(partial(run_uneven, arguments))
         if ended.code:
             trial.failed[policy] = ended.message
             continue
@@ -103,13 +88,7 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
         if isinstance(row, str):
             trial.failed[policy] = row
         else:
-            trial.rows.append(replace(row, **to_marks(interference)))
-
-
-def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
-    settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
-    own = ["--", *order.script.args] if order.script.args else []
-    return ["run", *order.script.words, *flags({**settings, "progress": "off"}), *own]
+            trial.add(replace(row, **to_marks(interference)))
 
 
 def read_row(policy: str, out: Path) -> PolicyRow | str:
@@ -144,7 +123,7 @@ def busy_efficiency(timeline: Timeline, counts: Sequence[int]) -> float | None:
     return sum(counts) / timeline.training_s / sum(count / busy[rank] for rank, count in enumerate(counts))
 
 
-def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
+def recommend(rows: Sequence[PolicyRow]) -> Recommended | None:
     """The fastest policy with a loss near the lowest, and the reason; None for one row, or if any was disturbed."""
     if len(rows) < 2 or any(row.is_disturbed for row in rows):
         return None
@@ -159,4 +138,4 @@ def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
     faster = [row.policy for row in rows if row.samples_per_s > best.samples_per_s]
     other = f"; {' and '.join(faster)} would be faster, at a higher loss" if faster else ""
     speed = "nothing is slower" if best is slowest else speed
-    return best.policy, f"{speed}, {loss}{other}. One seed does not show chance: repeat it with --seed 1"
+    return Recommended(best.policy, f"{speed}, {loss}{other}. One seed does not show chance: repeat it with --seed 1")

@@ -1,6 +1,6 @@
 """`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, a fitted law, and the cost of compiling.
 
-Called by cli/scaling.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only their
+Called by cli/bench.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only their
 number changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect scaling, 1 is no gain. The prediction
 for N ranks is fitted to the other points, because a law with one parameter always matches the point it is fitted to.
 The numbers of ranks take turns within each repeat, so that drift of the machine favours none. Disturbed runs count only
@@ -15,12 +15,13 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.sets import KINDS, WINDOWS
+from uneven.bench.orders import ScalingOrder
 from uneven.bench.single.folders import RunRecord, read_run, read_timeline
 from uneven.bench.single.process import flags, run_uneven
 from uneven.config import RunConfig, settings_of
@@ -29,19 +30,6 @@ from uneven.hardware.cores import available_cores
 from uneven.hardware.device import Device
 from uneven.hardware.preflight import check_device
 from uneven.timeline.record import Account
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingOrder:
-    model: str = "lenet"
-    data: str | None = None
-    device: str = "cpu"  # or cuda: one GPU per rank
-    ranks: tuple[int, ...] = (1, 2)
-    policy: str = "balanced"
-    samples: int = 4096
-    batch_size: int | None = None
-    repeats: int = 3
-    compiles: tuple[str, ...] = ()  # values of `compile` whose cold start is measured, on one rank
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ def predict(ranks: float, alpha: float) -> float:
 
 def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scaling:
     """Make all runs; `report` gets lines of progress. RankError with the run's message if one fails."""
-    recipe = models.get(order.model)
+    recipe, order = models.get(order.model), replace(order, ranks=tuple(sorted(set(order.ranks))))
     _check(order)
     tokens = WINDOWS.get(KINDS[recipe.data], 1)
     runs: dict[int, list[RunRecord]] = {ranks: [] for ranks in order.ranks}
@@ -113,7 +101,7 @@ def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scali
                 report(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
                 runs[ranks].append(_run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}"))
         cold = []
-        for compile in order.compiles:
+        for compile in order.compiles or ():
             report(f"cold start, compile {compile}")
             cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
         starts = _cold_starts(cold)
@@ -133,7 +121,7 @@ def _check(order: ScalingOrder) -> None:
     for index in range(max(order.ranks) if order.device == "cuda" else 0):
         check_device(Device("cuda", index))
     allowed = settings_of(RunConfig)["compile"].choices
-    unknown = [compile for compile in order.compiles if compile not in allowed]
+    unknown = [compile for compile in order.compiles or () if compile not in allowed]
     if unknown:
         raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(allowed)}")
 
@@ -177,7 +165,7 @@ def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float |
 def _measured(record: RunRecord) -> Measured:
     timeline = read_timeline(record.folder)
     overhead = None if timeline is None else overhead_of(timeline.accounts)
-    return Measured(record.summary["samples_per_s"], overhead, record.is_disturbed)
+    return Measured(record.summary.samples_per_s, overhead, record.is_disturbed)
 
 
 def overhead_of(accounts: Sequence[Account]) -> float | None:
@@ -218,8 +206,8 @@ def _cold_starts(runs: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
         timeline = read_timeline(record.folder)
         assert timeline is not None, "the run has just written it"
         seconds = timeline.accounts[0].seconds
-        steps = -(-record.summary["samples"] // record.summary["batch_size"])
-        step_ms = 1e3 * record.summary["train_seconds"] / steps
+        steps = -(-record.summary.samples // record.summary.batch_size)
+        step_ms = 1e3 * record.summary.train_seconds / steps
         before_s = seconds["setup"] + seconds["compile"]
         plain = next((row for row in rows if row.compile == "off"), None)
         is_marked = record.is_disturbed or (plain is not None and plain.is_disturbed)

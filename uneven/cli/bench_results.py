@@ -1,4 +1,4 @@
-"""`uneven bench report` and `check`: what finished runs say. cli/sweep.py makes them."""
+"""`uneven bench report` and `check`: what finished runs say. cli/bench.py makes them."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
+from uneven.cli.output import Json, new_table, print_json, print_whole
 from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
@@ -113,4 +113,4 @@ def _print_judged(rows: "list[Judged]", title: str | None) -> None:
         equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
         verdict = "fails" if row.faults else "short" if row.is_short else "holds"
         table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
-    print_whole(new_console(), table)
+    print_whole(table)

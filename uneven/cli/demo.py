@@ -1,36 +1,43 @@
 """`uneven demo`: LeNet on the embedded digits in every mode, on two devices that do not match, with no network."""
 
 import sys
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from uneven.bench.orders import DemoOrder
+from uneven.cli.options import with_order
 from uneven.cli.output import Json, new_table, print_json
 from uneven.errors import STOPPED, TERMINATED, InputError, MachineError, RankError, Terminated
 from uneven.format import format_count
 
 if TYPE_CHECKING:
-    from uneven.bench.demo import DemoDocument, DemoOrder, Results
+    from uneven.bench.demo import ModeRow, Results
 
 
-def demo(
-    devices: Annotated[str, typer.Option(help="Two or more; @0.4 makes one slower by sleeping.")] = "cpu,cpu@0.4",
-    modes: Annotated[
-        str | None,
-        typer.Option(help="Only these, as in solo-0,solo-1,cpu-async.", show_default="all"),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Train on the first N digits only.", show_default="all")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Time budget: a slow machine trains fewer digits in each mode.")
-    ] = 4.0,
-    out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-0 below it.")] = Path("runs")
-    / "demo",
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What --json prints."""
+
+    devices: tuple[str, ...]
+    modes: list["ModeRow"]
+    sentence: str  # the verdict
+    disturbed: list[str]
+    failures: dict[str, str]  # mode: why
+    skipped: dict[str, str]  # mode: why
+    missing: list[str]
+    epochs: int
+    samples: int | None
+    out: str
+    notes: list[str]
+    interrupted: bool
+    page: str | None
+
+
+@with_order(DemoOrder)
+def demo(order: DemoOrder, as_json: Json = False) -> None:
     """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
     The devices are simulated on this machine's cores, the digits are in the package; about three minutes on two cores.
@@ -42,31 +49,27 @@ def demo(
 
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
-    from uneven.bench.demo import DemoOrder, check, fit_length, notes, threads, train_modes
-    from uneven.bench.single.modes import limit_threads
+    from uneven.bench.demo import check, fit_length, notes, threads, train_modes
+    from uneven.bench.modes import limit_threads
 
-    order = DemoOrder(
-        devices=devices,
-        modes=None if modes is None else tuple(mode.strip() for mode in modes.split(",")),
-        samples=samples,
-        out=out,
-        progress="off" if as_json else "auto",
-        budget_s=60 * minutes,
-    )
+    order = replace(order, progress="off" if as_json else "auto")
     results = check(order)
     limit_threads(threads(order))  # before torch is loaded
-    begin = [
-        f"LeNet on the digits inside the package, {format_count(len(results.modes), 'mode')} on {order.devices}",
-        *(f"Note: {note}" for note in notes(order)),
-    ]
-    if not as_json:
-        print("\n".join(begin), file=sys.stderr, flush=True)
+
+    def tell(line: str) -> None:
+        if not as_json:
+            print(line, file=sys.stderr, flush=True)
+
+    tell(f"LeNet on the digits inside the package, {format_count(len(results.modes), 'mode')} on {order.devices}")
+    for note in notes(order):
+        tell(f"Note: {note}")
     end: BaseException | None = None
     try:
         order = fit_length(order, results)
-        if results.shortened is not None and not as_json:
-            print(f"Note: {results.shortened}", file=sys.stderr, flush=True)
-        train_modes(order, results, (lambda _: None) if as_json else _print_progress)
+        if results.shortened is not None:
+            tell(f"Note: {results.shortened}")
+        # On a terminal the bars show it.
+        train_modes(order, results, lambda line: None if sys.stderr.isatty() else tell(line))
     except (KeyboardInterrupt, Terminated, InputError, MachineError) as error:
         if not results.summaries and not isinstance(error, KeyboardInterrupt | Terminated):
             raise
@@ -81,21 +84,31 @@ def demo(
         raise RankError("\n".join(f"{mode}: {why}" for mode, why in results.failures.items()))
 
 
-def _print_progress(line: str) -> None:
-    """Where there is no terminal; there the bars show it."""
-    if not sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
-
-
-def _show(order: "DemoOrder", results: "Results", is_interrupted: bool, as_json: bool) -> None:
+def _show(order: DemoOrder, results: "Results", is_interrupted: bool, as_json: bool) -> None:
     """The verdict, on the page and here."""
+    from uneven.bench.demo import notes
     from uneven.bench.demo_page import demo_verdict, read_timelines, write_demo_page
 
     timelines = read_timelines(order, results)
     found = demo_verdict(results, timelines)
     page = write_demo_page(order, results, timelines, found)
     if as_json:
-        print_json(_document(order, results, found.sentence, page, is_interrupted))
+        document = Demo(
+            devices=results.devices,
+            modes=results.rows,
+            sentence=found.sentence,
+            disturbed=results.disturbed,
+            failures=results.failures,
+            skipped=results.skipped,
+            missing=list(results.not_run),
+            epochs=order.epochs,
+            samples=order.samples,
+            out=str(order.out),
+            notes=[*notes(order), *([] if results.shortened is None else [results.shortened])],
+            interrupted=is_interrupted,
+            page=None if page is None else str(page),
+        )
+        print_json(document)
         return
     from rich.console import Console
 
@@ -115,27 +128,3 @@ def _show(order: "DemoOrder", results: "Results", is_interrupted: bool, as_json:
     lines.append(f"trained states, metrics and timelines: {order.out}")
     lines.append("next: uneven devices --measure (what this machine's own devices could do), uneven bench list")
     console.print("\n".join(lines))
-
-
-def _document(
-    order: "DemoOrder", results: "Results", sentence: str, page: Path | None, is_interrupted: bool
-) -> "DemoDocument":
-    from uneven.bench.demo import DATA, MODEL, notes
-
-    return {
-        "model": MODEL,
-        "data": DATA,
-        "devices": list(results.devices),
-        "modes": results.rows,
-        "sentence": sentence,
-        "disturbed": results.disturbed,
-        "failures": results.failures,
-        "skipped": results.skipped,
-        "missing": list(results.not_run),
-        "epochs": order.epochs,
-        "samples": order.samples,
-        "out": str(order.out),
-        "notes": [*notes(order), *([] if results.shortened is None else [results.shortened])],
-        "interrupted": is_interrupted,
-        "page": None if page is None else str(page),
-    }

@@ -1,14 +1,17 @@
-"""The options that verbs share: every setting of a run, those of several machines, and those of benchmarks.
+"""The options that verbs share: every setting of a run, those of several machines, and those of an order.
 
-A verb that takes all options of `uneven run` declares its own, and `**options`, and is decorated by `with_options`:
-typer makes the command line from its signature.
+A verb that takes all options of `uneven run` declares its own, and `**options`, and is decorated by `with_options`; a
+benchmark takes an `order` and is decorated by `with_order`. Typer makes the command line from its signature.
 """
 
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,7 +19,7 @@ from uneven.cli import complete
 from uneven.config import RunConfig, Setting, settings_of
 from uneven.config.names import POLICIES
 from uneven.config.sources import Sourced, find_run_file, resolve_sources
-from uneven.config.text import parse_text, read_skip
+from uneven.config.text import numbers, parse_text, read_skip
 from uneven.errors import InputError
 from uneven.launch.find_script import Script
 
@@ -207,37 +210,75 @@ def check_seconds(flag: str, seconds: float) -> None:
         raise InputError(f"{flag} {seconds:g}: allowed are seconds above 0")
 
 
-# Of `uneven bench`.
-Model = Annotated[
-    str, typer.Option(help="Which model; see 'uneven bench list'.", autocompletion=complete.one_of(complete.MODELS))
-]
-Data = Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")]
-Precision = Annotated[
-    str,
-    typer.Option(help="fp32, bf16, fp16 or auto.", autocompletion=complete.one_of(("fp32", "bf16", "fp16", "auto"))),
-]
-Compile = Annotated[
-    str,
-    typer.Option(
-        help="off, default (torch.compile) or graph (CUDA graph).",
-        autocompletion=complete.one_of(("off", "default", "graph")),
-    ),
-]
-Backend = Annotated[
-    str,
-    typer.Option(
-        help="auto, nccl, cpu, shm or gloo.", autocompletion=complete.one_of(("auto", "nccl", "cpu", "shm", "gloo"))
-    ),
-]
-Several = Annotated[str, typer.Option(help="Two or more, as in cpu,cpu@0.4.", autocompletion=complete.devices)]
-PolicyOrDdp = Annotated[
-    str,
-    typer.Option(
-        help="sync, balanced, cadence, async, or torch-ddp (PyTorch's).",
-        autocompletion=complete.one_of((*POLICIES, "torch-ddp")),
-    ),
-]
-Policy = Annotated[
-    str, typer.Option(help="sync, balanced, cadence or async.", autocompletion=complete.one_of(POLICIES))
-]
-RunsFolder = Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")]
+COMPLETIONS = {
+    "model": complete.one_of(complete.MODELS),
+    "policy": complete.one_of((*POLICIES, "torch-ddp")),
+    "precision": complete.one_of(("fp32", "bf16", "fp16", "auto")),
+    "compile": complete.one_of(("off", "default", "graph")),
+    "backend": complete.one_of(("auto", "nccl", "cpu", "shm", "gloo")),
+    "devices": complete.devices,
+}
+
+
+def with_order(kind: Any) -> Callable[[_Verb], _Verb]:
+    """Put the options of an order (bench/orders.py) in the place of a verb's `order`, which is made from them."""
+    hints = get_type_hints(kind, include_extras=True)
+    typed_fields = [one for one in fields(kind) if get_origin(hints[one.name]) is Annotated]
+
+    def give(verb: _Verb) -> _Verb:
+        @wraps(verb)
+        def call(**given: Any) -> Any:
+            values = {one.name: given.pop(one.name) for one in typed_fields}
+            typed = {name: value for name, value in values.items() if value is not None}
+            return verb(order=kind(**{name: _read(hints[name], name, typed[name]) for name in typed}), **given)
+
+        parameters = []
+        for own in inspect.signature(verb).parameters.values():
+            if own.name != "order":
+                parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            parameters += [_order_option(one, hints[one.name]) for one in typed_fields]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        return cast("_Verb", call)
+
+    return give
+
+
+def _order_option(one: "Field[Any]", hint: Any) -> inspect.Parameter:
+    plain, how = get_args(hint)
+    flag = f"--{one.name.replace('_', '-')}"
+    about = typer.Option(
+        *(how.flags or flag).split(),
+        help=how.help,
+        min=how.least,
+        max=how.most,
+        show_default=how.shown or True,
+        autocompletion=COMPLETIONS.get(one.name),
+    )
+    is_text = how.read is not None or _entry_of(plain) is not None
+    default: Any = inspect.Parameter.empty if one.default is MISSING else one.default
+    if isinstance(default, tuple):
+        default = None if how.shown else ",".join(map(str, default))
+    text: Any = str | None if default is None else str
+    annotation = Annotated[text if is_text else plain, about]  # type: ignore[valid-type]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _entry_of(kind: Any) -> Any:
+    """The type of the entries of a list with commas; None for another type."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return next((get_args(one)[0] for one in members if get_origin(one) is tuple), None)
+
+
+def _read(hint: Any, name: str, value: Any) -> Any:
+    plain, how = get_args(hint)
+    entry, option = _entry_of(plain), (how.flags or f"--{name.replace('_', '-')}").split()[0]
+    if entry is None:
+        return value if how.read is None else how.read(value)
+    if entry is not str:
+        return tuple(entry(number) for number in numbers(option, value))
+    found = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+    if not found:
+        raise InputError(f"{option} {value!r} has no name")
+    return found

@@ -29,14 +29,15 @@ def say(line: str) -> None:
     print(f"uneven: {line}", file=sys.stderr, flush=True)
 
 
-def new_console(piped_width: int | None = None) -> "Console":
+def new_console(width: int | None = None, *, is_forced: bool = False) -> "Console":
     """No markup: folders and scripts have the names that users give them, as in runs/[lr=0.1].
 
-    `piped_width` is that of its lines where it is no terminal; None: as rich does.
+    `width` is that of its lines where it is no terminal, or `is_forced`; None: as rich does.
     """
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else piped_width)
+    is_used = is_forced or not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, emoji=False, width=width if is_used else None)
 
 
 def new_table(*headings: str, left: Collection[str] = (), no_wrap: bool = False, **options: Any) -> "Table":
@@ -49,12 +50,8 @@ def new_table(*headings: str, left: Collection[str] = (), no_wrap: bool = False,
     return table
 
 
-def print_whole(console: "Console", table: "Table") -> None:
+def print_whole(table: "Table") -> None:
     """Print a table in the width that it needs."""
-    width = console.width
+    console = new_console()
     needed = console.measure(table, options=console.options.update(width=WIDEST)).maximum
-    console.width = max(width, needed)  # print(width=...) would be bounded by the terminal
-    try:
-        console.print(table)
-    finally:
-        console.width = width
+    new_console(max(console.width, needed), is_forced=True).print(table)  # print(width=...) stays within the terminal

@@ -102,7 +102,7 @@ def _print(made: "Plan") -> None:
     for one in made.predictions:
         is_taken = (one.policy, one.devices) == (made.advice.policy, made.advice.devices)
         table.add_row(*_row(one), style="bold" if is_taken else None)
-    print_whole(console, table)
+    print_whole(table)
     if made.strategies:
         policy = made.strategies[0].policy
         console.print(

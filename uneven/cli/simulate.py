@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from uneven.cli.output import Json, new_console, new_table, print_json, print_whole
+from uneven.cli.output import Json, new_table, print_json, print_whole
 from uneven.config.sources import load_toml
 from uneven.errors import InputError
 from uneven.files import ABSENT
@@ -216,7 +216,7 @@ def _show_curve(
     for ranks, one in rows:
         shown = [_percent(one, state) for state in ("communication", "wait", "settling")]
         table.add_row(f"{ranks:,}", one.policy, f"{one.samples_per_s:,.0f}", f"{one.efficiency:.3f}", *shown)
-    print_whole(new_console(), table)
+    print_whole(table)
     print("\nWhat limits:")
     for ranks, one in rows:
         print(f"  {ranks:>7,}  {one.policy:8}  {one.limits}")
@@ -236,7 +236,7 @@ def _print_table(title: str, cluster: Cluster, found: list[Simulated]) -> None:
             _percent(one, "communication"),
             _percent(one, "wait"),
         )
-    print_whole(new_console(), table)
+    print_whole(table)
     print("\nWhat limits:")
     for one in found:
         print(f"  {one.policy:8}  {one.limits}")

@@ -13,7 +13,6 @@ from uneven.plan.probe import Probe
 WORTH_IT = 1.05  # several devices must be predicted so much faster than one
 EXACT_WITHIN = 0.03  # an exact policy may take so much longer than a local one
 FEWER_WITHIN = 0.02  # and fewer devices than more of them
-JOINT_LOSS = 0.95  # joint speed over the sum of solos below which it is told
 DISTURBED = "other programs used the same cores meanwhile: plan again when the machine is idle"
 
 
@@ -96,11 +95,6 @@ def _why_several(
 def notes(probe: Probe, predictions: Sequence[Prediction]) -> list[str]:
     """What the reader should know beside the table."""
     lines = list(probe.notes)
-    if len(probe.ranks) > 1 and probe.together < JOINT_LOSS:
-        lines.append(
-            f"the devices disturb each other: all at once reach {probe.together:.2f} of the sum of their speeds alone "
-            "(shared cores, caches or memory bandwidth); the predictions have that in them"
-        )
     if probe.is_disturbed:
         lines.append(DISTURBED)
     equal = [one for one in predictions if one.policy == EQUAL and len(one.ranks) == len(probe.ranks)]

@@ -1,29 +1,38 @@
-"""Some seconds of probing: rank processes on all devices, and each CPU alone, with the user's own task.
+"""Some seconds of probing: short runs of what is to be trained, and what their timelines and logs tell.
 
-Called by choose.py with a task that `fit` or the builder was given. A script with a loop of its own is measured by
-another instrument (plan/own_loop.py), and its rows become a probe in the same way. When `probe` returns or raises, no
-process and no file of it is left.
+Called by choose.py. All devices train together with an exact and with a local policy, then each CPU and each slice of a
+GPU alone. What `fit` or the builder was given is trained in rank processes; a script with a loop of its own is started
+as `uneven run` starts it, since its step is the user's code. Each run is asked to stop after some seconds of training,
+as Ctrl-C would. When `probe` returns or raises, no process and no file of it is left; what a script itself prints or
+writes before and inside its loop, it prints and writes.
 """
 
-import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from uneven.config import EXACT_POLICIES, LOCAL_POLICIES, RunConfig, Task, is_stream
+from torch import Tensor
+
+from uneven.config import LOCAL_POLICIES, RunConfig, Task, is_stream
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.errors import InputError
-from uneven.hardware.cgroup import memory_limit
+from uneven.data.replay import LOG
+from uneven.errors import InputError, StoppedError
+from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device
 from uneven.hardware.interference import measure_interference
+from uneven.hardware.system import read_system
 from uneven.launch.checks.preflight import prepare
 from uneven.launch.context import process_context
+from uneven.launch.find_script import Script
 from uneven.launch.instances import rebuild_instances
-from uneven.launch.launcher import run_ranks
+from uneven.launch.launcher import run_ranks, train_on_ranks
+from uneven.launch.script import script_order, unused_ranks
+from uneven.launch.training import read_state
 from uneven.plan.probe import (
     NO_FILES,
     ExactProbe,
@@ -36,15 +45,21 @@ from uneven.plan.probe import (
     check_seconds,
     with_values,
 )
-from uneven.plan.ranks import ProbeOrder, probe_rank
+from uneven.policy.finish import Cost, fitted
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
 from uneven.train.requests import Requests
 
-FOREVER = 10**6  # epochs: a probe ends by the clock
-SOLO_SHARE = 0.3  # of the seconds, for a device alone
+PARTS = {"exact": 0.5, "local": 0.5, "alone": 0.3}  # of the seconds, each kind of run
+GRACE_S = 20.0
+DIFFERENT = 0.1  # two sizes must differ so much that a line can be drawn through them
+ANCHOR = 4  # of the windows that are timed, where the user has none of his own ...
+WINDOW_MS = 60.0  # ... and more where steps are short: what a round costs beside its sum must not count as slots
 # What a probe sets in place of settings that read or write a run's files, count its ranks, or rule what follows a loss.
 PLAIN: Mapping[str, Any] = {**NO_FILES, "min_ranks": 1, "restarts": 0, "progress": "off"}
+# A task is trained until it is stopped, and not evaluated.
+ENDLESS: Mapping[str, Any] = {"epochs": 10**6, "max_steps": None, "out": None, "monitor": None, "eval_every": None}
 # Of the local policies alone: exact steps go without them.
 NOT_LOCAL: Mapping[str, Any] = {
     "anchor": None,
@@ -65,103 +80,122 @@ ONE_DEVICE: Mapping[str, Any] = {
 }
 
 Say = Callable[[str], None]
-Rows = list[dict[str, Any]]  # a row of figures per rank
 
 
-class Instrument(Protocol):
-    """What measures: a row of figures per rank, as plan/ranks.py has them, and the seconds until the ranks began."""
+class Timer(Reporter):
+    """Asks the run to stop when all of its ranks have trained for so long."""
 
-    def together(self, devices: tuple[Device, ...], local: str | None, seconds: float) -> tuple[Rows, float]:
-        """All devices as ranks: exact steps, and the rounds of one local policy where there is one."""
-        ...
+    def __init__(self, seconds: float) -> None:
+        super().__init__("off")
+        self.requests = Requests(GRACE_S)
+        self._seconds = seconds
+        self.began_s: float | None = None
 
-    def alone(self, device: Device, seconds: float) -> tuple[Rows, float]: ...
+    def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
+        del first
+        # A short loop may be over before the first heartbeat inside it.
+        if self.began_s is None and all(any(map(one.get, ("slot", "reached", "is_past"))) for one in statuses):
+            self.began_s = time.monotonic()
+        if self.began_s is not None and time.monotonic() - self.began_s >= self._seconds:
+            self.requests.stop.set()
 
 
-class RankPrograms:
-    """Measures by plan/ranks.py in every rank, with the settings of endless exact steps."""
+# Trains with these settings in place of the user's own; None: no step was made.
+Trains = Callable[[Mapping[str, Any], tuple[Device, ...], Timer], TrainedState | None]
 
-    def __init__(self, task: Task, config: RunConfig, say: Say) -> None:
-        self._task = task
-        self._config = config
-        self._say = say
 
-    def together(self, devices: tuple[Device, ...], local: str | None, seconds: float) -> tuple[Rows, float]:
-        self._say(f"measuring {len(devices)} devices together, for {seconds:.0f} s")
-        return self._run(self._config, devices, ProbeOrder(seconds, local=local))
+@dataclass(frozen=True)
+class Stretch:
+    """Some seconds of training on some devices. Lists have one entry per rank."""
 
-    def alone(self, device: Device, seconds: float) -> tuple[Rows, float]:
-        self._say(f"measuring {device} alone")
-        return self._run(solo_config(self._config, str(device)), (device,), ProbeOrder(seconds))
+    seconds: float
+    samples: list[int]
+    steps: list[int]
+    compute_s: list[float]
+    rounds: list[dict[str, float]]  # of rank 0
+    start_s: float = 0.0  # until it began
+    param_bytes: int = 0
+    state_bytes: int = 0  # of the optimizer
 
-    def _run(self, config: RunConfig, devices: tuple[Device, ...], order: ProbeOrder) -> tuple[Rows, float]:
-        began = time.time()
-        inputs = (self._task, config, partial(probe_rank, order))
-        rows = run_ranks(inputs, devices, Requests(), Reporter("off"), _read)
-        return rows, max(row["began"] for row in rows) - began
+    @classmethod
+    def of(cls, state: TrainedState) -> "Stretch":
+        timeline = state.timeline
+        assert timeline is not None, "read with it"
+        accounts = sorted(timeline.accounts, key=lambda account: account.rank)
+        names = ("compute", "data", "other")
+        return cls(
+            seconds=timeline.training_s,
+            samples=[sum(samples for _, _, samples in own) for own in state.log],
+            steps=[sum(1 for _, _, samples in own if samples) for own in state.log],
+            compute_s=[sum(account.seconds.get(name, 0.0) for name in names) for account in accounts],
+            rounds=[event.fields for event in timeline.events if event.kind == "round" and event.rank == 0],
+            param_bytes=_bytes(state.params.values()),
+            state_bytes=_bytes(one for name, one in state.optimizer.items() if not name.startswith("random.")),
+        )
+
+    def step_ms(self, rank: int) -> float:
+        return 1e3 * self.compute_s[rank] / max(1, self.steps[rank])
+
+    def size(self, rank: int) -> int:
+        return round(self.samples[rank] / max(1, self.steps[rank]))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, Tensor))
 
 
 def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
     """Measure the devices of `config` with this task; `say` is told what is going on."""
+    _refuse(task, config, seconds)
+    bare = replace(rebuild_instances(task)[0], make_scheduler=None, evaluation=None, callbacks=())
+    job = job_of(task, config, allowed_policies(config))
+
+    def train(own: Mapping[str, Any], devices: tuple[Device, ...], timer: Timer) -> TrainedState:
+        prepared = prepare(bare, with_values(config, **{**own, **ENDLESS}), process_context(), "plan")
+        made = replace(bare, made=prepared.made)
+        with tempfile.TemporaryDirectory(prefix="uneven-plan-") as folder:  # a run that is stopped saves
+            trained = with_values(prepared.config, out=Path(folder) / "run")
+            return train_on_ranks(made, trained, devices, timer.requests, timer)
+
+    return measured(Stretches(train, job, config, say), seconds)
+
+
+def probe_script(
+    script: Script, settings: Mapping[str, Any], task: Task, config: RunConfig, seconds: float, say: Say
+) -> Probe:
+    """The same of a script with a loop of its own; `settings` are those that replace its own."""
     check_seconds(seconds)
-    _refuse(task, config)
     candidates = allowed_policies(config)
-    task, _ = rebuild_instances(task)
-    first = next((policy for policy in ("balanced", *EXACT_POLICIES) if policy in candidates), "balanced")
-    plain = probe_config(config, first if first in candidates else candidates[0])
-    prepared = prepare(task, plain, process_context(), "plan")
-    devices = prepared.devices
-    config = with_values(config, policy=plain.policy, devices=",".join(map(str, devices)))
-    job = job_of(task, config, candidates, prepared.config.backend, len(devices))
-    bare = replace(task, make_scheduler=None, evaluation=None, callbacks=(), before_step=task.before_step)
-    return measured(job, devices, RankPrograms(bare, exact_config(prepared.config, candidates), say), seconds)
+    least = config.min_ranks
+    if config.memory_cap is not None:  # as check_loop in api/loop_inputs.py: it refuses what would be ignored
+        candidates, least = ("balanced",), len(config.devices.split(","))
+    job = job_of(task, config, candidates)
+    monitor = {} if task.make_scheduler is not None else {"monitor": None}  # it was for keep_best
+
+    def train(own: Mapping[str, Any], devices: tuple[Device, ...], timer: Timer) -> TrainedState | None:
+        return run_script_for_a_while(script, {**settings, **own, **monitor}, devices, timer)
+
+    found = measured(Stretches(train, replace(job, min_ranks=max(job.min_ranks, least)), config, say), seconds)
+    return replace(found, notes=("a loop of its own: the script itself ran for some seconds in each way",))
 
 
-def job_of(task: Task, config: RunConfig, candidates: tuple[str, ...], backend: str, ranks: int) -> JobProbe:
-    """From the settings; InputError where no length is known, or not even all devices are enough."""
-    if config.min_ranks > ranks:  # a probe itself counts none
-        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {ranks}: {config.devices}")
-    axis = make_axis(make_order(task, config), config, ranks)
-    if isinstance(axis, StreamAxis):
-        raise InputError(_stream(task))
-    return JobProbe.of(config, axis.epoch_samples, candidates, backend)
+def run_script_for_a_while(
+    script: Script, settings: Mapping[str, Any], devices: tuple[Device, ...], timer: Timer
+) -> TrainedState | None:
+    """What the script has trained when it was stopped; InputError where it has not made a step of its own loop."""
+    with tempfile.TemporaryDirectory(prefix="uneven-plan-") as folder:
+        out = Path(folder) / "run"
+        order, unused = script_order(script, {**settings, "out": str(out)}), 0
+        with suppress(StoppedError):
+            unused = run_ranks(None, devices, timer.requests, timer, unused_ranks, script=order)
+        state = read_state(out) if (out / LOG).exists() and not unused else None
+        if state is None or not any(state.rank_samples):
+            raise InputError(f"{script} ended without a step of its own loop: nothing could be measured")
+        return state
 
 
-def measured(job: JobProbe, devices: tuple[Device, ...], instrument: Instrument, seconds: float) -> Probe:
-    """All devices together, then each alone."""
-    began = time.perf_counter()
-    local = next((policy for policy in LOCAL_POLICIES if policy in job.candidates), None)
-    rows: Rows = []
-    start_s = 0.0
-    with measure_interference() as span:
-        if len(devices) > 1:
-            rows, start_s = instrument.together(devices, local, seconds)
-        solos = _probe_solos(instrument, devices, rows, SOLO_SHARE * seconds)
-    first = rows[0] if rows else solos[0][1]
-    nbytes = {name: first[name] for name in ("param_bytes", "gradient_bytes", "state_bytes")}
-    return assemble(replace(job, **nbytes), rows, [solo for solo, _ in solos], devices, start_s).with_time(
-        time.perf_counter() - began, span.interference.is_disturbed
-    )
-
-
-def probe_config(config: RunConfig, policy: str) -> RunConfig:
-    """The user's settings without those that read or write a run's files."""
-    return with_values(config, policy=policy, out=None, monitor=None, eval_every=None, **PLAIN)
-
-
-def exact_config(config: RunConfig, candidates: Sequence[str]) -> RunConfig:
-    """Of endless joint steps; where settings of the local policies leave no exact one, they go without those."""
-    exact = exact_of(candidates)
-    left_out: Mapping[str, Any] = {} if exact in candidates else NOT_LOCAL
-    return with_values(config, policy=exact, epochs=FOREVER, max_steps=None, **left_out)
-
-
-def solo_config(config: RunConfig, device: str) -> RunConfig:
-    """The settings for this device by itself, without those that need several."""
-    return with_values(config, devices=device, policy="balanced", **ONE_DEVICE)
-
-
-def _refuse(task: Task, config: RunConfig) -> None:
+def _refuse(task: Task, config: RunConfig, seconds: float) -> None:
+    check_seconds(seconds)
     if not config.is_replicated:
         raise InputError(
             f"strategy={config.strategy!r}: a plan is made for devices that each hold the whole model, and shows the "
@@ -178,101 +212,164 @@ def _stream(task: Task) -> str:
     )
 
 
-def exact_of(candidates: Sequence[str]) -> str:
-    return "sync" if "sync" in candidates and "balanced" not in candidates else "balanced"
+def job_of(task: Task, config: RunConfig, candidates: tuple[str, ...]) -> JobProbe:
+    """From the settings; InputError where no length is known, or not even all devices are enough."""
+    ranks = len(process_context().devices(config.devices))
+    if config.min_ranks > ranks:  # a probe itself counts none
+        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {ranks}: {config.devices}")
+    axis = make_axis(make_order(task, config), config, ranks)
+    if isinstance(axis, StreamAxis):
+        raise InputError(_stream(task))
+    trained = (param for param in task.make_model().parameters() if param.requires_grad)
+    return replace(JobProbe.of(config, axis.epoch_samples, candidates), gradient_bytes=_bytes(trained))
 
 
-def _read(folder: Path) -> Rows:
-    rows: Rows = json.loads((folder / "result-0" / "probe.json").read_text())
-    return rows
+class Stretches:
+    """Short runs of one job, each with what replaces the user's settings on its devices and with its policy."""
+
+    def __init__(self, train: Trains, job: JobProbe, config: RunConfig, say: Say) -> None:
+        self._train = train
+        self._say = say
+        self.job = job
+        self.config = config
+        self.devices = process_context().devices(config.devices)
+
+    def run(self, devices: tuple[Device, ...], policy: str, seconds: float, **more: Any) -> Stretch:
+        names = ",".join(map(str, devices))
+        self._say(f"training on {names} with {policy}, for {seconds:.0f} s")
+        own = {**PLAIN, "policy": policy, "devices": names, **more}
+        own |= {} if policy in self.job.candidates else NOT_LOCAL
+        own |= ONE_DEVICE if len(devices) == 1 else {}
+        timer, began_s = Timer(seconds), time.monotonic()
+        state = self._train(own, devices, timer)
+        ended_s = time.monotonic()
+        if state is None or not any(state.rank_samples):
+            raise InputError(f"no step was made on {names} with {policy}: nothing could be measured")
+        found = Stretch.of(state)
+        # Of what was over before a heartbeat told of it the timeline tells how long it took.
+        first_s = ended_s - found.seconds if timer.began_s is None else timer.began_s
+        return replace(found, start_s=max(0.0, first_s - began_s))
 
 
-def _probe_solos(
-    instrument: Instrument, devices: tuple[Device, ...], rows: Rows, seconds: float
-) -> list[tuple[SoloProbe, dict[str, Any]]]:
-    """Each device alone. A CPU has more cores then; another device is as fast as it was with the others idle."""
-    found: dict[str, tuple[SoloProbe, dict[str, Any]]] = {}
-    for device in dict.fromkeys(devices):
-        name = str(device)
-        if device.kind == "cuda" and rows:
-            row = rows[devices.index(device)]
-            found[name] = SoloProbe(device=name, threads=row["threads"], speed=row["alone"]), row
-            continue
-        kin = next(
-            (other for other in found if other.split("@")[0] == device.torch_name and device.percent is None), None
-        )
+def measured(stretches: Stretches, seconds: float) -> Probe:
+    """All devices together, then each alone."""
+    began = time.perf_counter()
+    devices, job = stretches.devices, stretches.job
+    exact = "sync" if "sync" in job.candidates and "balanced" not in job.candidates else "balanced"
+    local = next((policy for policy in LOCAL_POLICIES if policy in job.candidates), None)
+    joint = rounds = anchor = None
+    with measure_interference() as span:
+        if len(devices) > 1:
+            joint = stretches.run(devices, exact, PARTS["exact"] * seconds)
+            if local is not None:
+                slot_ms = max(1e-3, *(joint.step_ms(rank) for rank in range(len(devices))))
+                anchor = job.anchor or min(job.max_anchor or 200, max(ANCHOR, int(WINDOW_MS / slot_ms)))
+                own = {"anchor": anchor, "max_anchor": anchor}
+                rounds = stretches.run(devices, local, PARTS["local"] * seconds, **own)
+        alone, solos = _alone(stretches, exact, joint, PARTS["alone"] * seconds)
+    first = joint or alone
+    assert first is not None, "one device was measured alone"
+    job = replace(job, param_bytes=first.param_bytes, state_bytes=first.state_bytes)
+    found = Probe(job=job, ranks=(), solos=solos, start_s=first.start_s)
+    if joint is None:
+        ranks: tuple[RankProbe, ...] = (_only(solos[0], devices[0]),)
+    else:
+        ranks = _ranks(stretches, joint, rounds)
+        found = replace(found, exact=_exact(exact, joint, ranks), local=_local(local, rounds, anchor))
+    is_disturbed = span.interference.is_disturbed
+    return replace(found, ranks=ranks, seconds=time.perf_counter() - began, is_disturbed=is_disturbed)
+
+
+def _alone(
+    stretches: Stretches, policy: str, joint: Stretch | None, seconds: float
+) -> tuple[Stretch | None, tuple[SoloProbe, ...]]:
+    """Each device alone, and the last run. A CPU has more cores then, and a slice the GPU's memory; a whole GPU is as
+    fast as among others."""
+    found: dict[Device, SoloProbe] = {}
+    run = None
+    for device in dict.fromkeys(stretches.devices):
+        threads = assign_cores((device,), available_cores()).threads[0]
+        kin = next((one for one in found if one.torch_name == device.torch_name and device.percent is None), None)
         if kin is not None:  # a simulated device sleeps in proportion to its work
-            before, row = found[kin]
-            whole = before.speed / next(other.speed for other in devices if str(other) == kin)
-            found[name] = replace(before, device=name, speed=whole * device.speed), row
+            speed = found[kin].speed / kin.speed * device.speed
+        elif device.kind == "cuda" and device.percent is None and joint is not None:
             continue
-        (row,), start_s = instrument.alone(device, seconds)
-        solo = SoloProbe(device=name, threads=row["threads"], speed=row["exact"]["speed"], start_s=start_s)
-        found[name] = solo, row
-    return list(found.values())
+        else:
+            run = stretches.run((device,), policy, seconds)
+            speed = run.samples[0] / run.compute_s[0]
+        found[device] = SoloProbe(device=str(device), threads=threads, speed=speed)
+    return run, tuple(found.values())
 
 
-def assemble(job: JobProbe, rows: Rows, solos: list[SoloProbe], devices: tuple[Device, ...], start_s: float) -> Probe:
-    """All figures in one record; a device alone is its own only rank."""
-    if not rows:
-        (solo,) = solos
-        ms = 1e3 * job.batch_size / solo.speed
-        only = RankProbe(
-            device=solo.device,
-            threads=solo.threads,
-            fixed_ms=0.0,
-            sample_ms=ms / job.batch_size,
-            jitter=0.0,
-            at_once=solo.speed,
-            alone=solo.speed,
-            memory_bytes=memory_of(devices[0]),
-        )
-        return Probe(job=job, ranks=(only,), solos=tuple(solos), start_s=solo.start_s)
-    known = [factor for row in rows if (factor := row["exact"]["factor"]) is not None]
-    typical = statistics.median(known) if known else 1.0  # for a rank that had no share of the joint steps
-    ranks = tuple(_rank(row, memory_of(device), typical) for row, device in zip(rows, devices, strict=True))
-    return Probe(
-        job=job,
-        ranks=ranks,
-        solos=tuple(solos),
-        exact=_exact(rows, job),
-        local=_local(rows, job),
-        sum_ms=rows[0]["sum_ms"],
-        latency_ms=max(row["latency_ms"] for row in rows),
-        start_s=start_s,
-    )
-
-
-def _rank(row: dict[str, Any], memory_bytes: int | None, typical_factor: float) -> RankProbe:
-    local, factor = row.get("local", {}), row["exact"]["factor"]
+def _only(solo: SoloProbe, device: Device) -> RankProbe:
+    """A device alone is its own only rank."""
     return RankProbe(
-        **{name: row[name] for name in ("device", "threads", "fixed_ms", "sample_ms", "jitter", "at_once", "alone")},
-        exact_factor=typical_factor if factor is None else factor,
-        slot_ms=local.get("slot_ms", 0.0),
-        round_ms=local.get("round_ms", 0.0),
-        cap=row["cap"],
-        memory_bytes=memory_bytes,
+        device=solo.device,
+        threads=solo.threads,
+        fixed_ms=0.0,
+        sample_ms=1e3 / solo.speed,
+        at_once=solo.speed,
+        memory_bytes=memory_of(device),
     )
 
 
-def _exact(rows: Rows, job: JobProbe) -> ExactProbe:
-    found = [row["exact"] for row in rows]
-    speed, samples = sum(one["speed"] for one in found), sum(one["samples"] for one in found)
-    step_ms = 1e3 * samples / speed / found[0]["steps"]
-    policy = exact_of(job.candidates)
-    overhead_ms = max(0.0, step_ms - found[0]["longest_ms"])
-    return ExactProbe(policy=policy, speed=speed, overhead_ms=overhead_ms, shares=tuple(found[0]["shares"]))
+def _ranks(stretches: Stretches, joint: Stretch, rounds: Stretch | None) -> tuple[RankProbe, ...]:
+    """The figures of each rank that these stretches show."""
+    devices, config = stretches.devices, stretches.config
+    batch = stretches.job.batch_size
+    caps = [None] * len(devices) if config.memory_cap is None else [int(cap) for cap in config.caps(len(devices))]
+    threads = assign_cores(devices, available_cores()).threads
+    found = []
+    for rank, device in enumerate(devices):
+        cost = _cost(rank, batch, joint, rounds)
+        slot_ms = round_ms = 0.0
+        if rounds is not None and rounds.steps[rank]:
+            slot_ms = rounds.step_ms(rank)
+            own = [one["transfer_ms"] - _average_ms(one) for one in rounds.rounds]  # of rank 0, whatever the rank
+            round_ms = max(0.0, statistics.median(own)) if own else 0.0
+        found.append(
+            RankProbe(
+                device=str(device),
+                threads=threads[rank],
+                fixed_ms=cost.fixed_ms,
+                sample_ms=cost.sample_ms,
+                at_once=1e3 * batch / cost.time_ms(batch),
+                slot_ms=slot_ms,
+                round_ms=round_ms,
+                cap=caps[rank],
+                memory_bytes=memory_of(device),
+            )
+        )
+    return tuple(found)
 
 
-def _local(rows: Rows, job: JobProbe) -> LocalProbe | None:
-    found = [row["local"] for row in rows if "local" in row]
-    if not found:
+def _cost(rank: int, batch: int, joint: Stretch, rounds: Stretch | None) -> Cost:
+    """A line through a rank's steps of both kinds."""
+    points = [(joint.size(rank), joint.step_ms(rank))] if joint.steps[rank] and joint.size(rank) else []
+    is_new = not points or abs(points[0][0] - batch) > DIFFERENT * batch
+    if is_new and rounds is not None and rounds.steps[rank]:
+        points.append((batch, rounds.step_ms(rank)))
+    return fitted(points)
+
+
+def _exact(policy: str, joint: Stretch, ranks: Sequence[RankProbe]) -> ExactProbe:
+    shares = tuple(joint.size(rank) for rank in range(len(ranks)))
+    longest_ms = max(one.cost.time_ms(share) for one, share in zip(ranks, shares, strict=True))
+    overhead_ms = max(0.0, 1e3 * joint.seconds / max(1, *joint.steps) - longest_ms)
+    return ExactProbe(policy=policy, speed=sum(joint.samples) / joint.seconds, overhead_ms=overhead_ms, shares=shares)
+
+
+def _local(policy: str | None, rounds: Stretch | None, anchor: int | None) -> LocalProbe | None:
+    if policy is None or rounds is None:
         return None
-    policy = next(policy for policy in LOCAL_POLICIES if policy in job.candidates)
-    average_ms = min(one["average_ms"] for one in found)
-    return LocalProbe(
-        policy=policy, speed=sum(one["speed"] for one in found), average_ms=average_ms, anchor=found[0]["anchor"]
-    )
+    averages = [_average_ms(one) for one in rounds.rounds]
+    average_ms = statistics.median(averages) if averages else 0.0
+    speed = sum(rounds.samples) / rounds.seconds if rounds.seconds else 0.0
+    return LocalProbe(policy=policy, speed=speed, average_ms=average_ms, anchor=anchor)
+
+
+def _average_ms(one: Mapping[str, float]) -> float:
+    return max(0.0, one["latency_ms"] - one["wait_ms"])
 
 
 def memory_of(device: Device) -> int | None:
@@ -282,9 +379,4 @@ def memory_of(device: Device) -> int | None:
 
         total = int(torch.cuda.get_device_properties(device.index or 0).total_memory)
         return total if device.percent is None else total * device.percent // 100
-    limit, _ = memory_limit()
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-            return total if limit is None else min(limit, total)
-    return limit
+    return read_system().memory_bytes

@@ -219,7 +219,7 @@ class _Simulation:
     def _kind(self, row: RankProbe, policy: str) -> RankKind:
         """The rank's costs as they were beside what the policy does."""
         job, is_exact = self._probe.job, policy in EXACT_KIND
-        factor = row.exact_factor if is_exact else 1.0
+        factor = 1.0
         if not is_exact and row.slot_ms:
             factor = row.slot_ms / row.cost.time_ms(job.batch_size)
         round_ms = row.round_ms
@@ -229,22 +229,19 @@ class _Simulation:
             row.device,
             row.fixed_ms * factor,
             row.sample_ms * factor,
-            jitter=row.jitter,
             memory_bytes=row.memory_bytes,
             round_ms=max(0.0, round_ms + (self._more_round_ms or 0.0)),
         )
 
     def _link(self, is_exact: bool) -> Link:
-        """A link on which a sum of all ranks takes what was measured: delays as of a short sum, the rest by bytes."""
+        """A link on which a sum of all ranks takes what was measured."""
         probe, ranks = self._probe, len(self._probe.ranks)
-        local_ms = probe.sum_ms if probe.local is None else probe.local.average_ms
-        total_ms = (probe.sum_ms if probe.exact is None else probe.exact.overhead_ms) if is_exact else local_ms
-        sums = 1 if is_exact else 2  # a round is a sum of the reports, then one of the params
-        delay_ms = min(probe.latency_ms, total_ms / sums)
+        local_ms = 0.0 if probe.local is None else probe.local.average_ms
+        exact_ms = 0.0 if probe.exact is None else probe.exact.overhead_ms
+        total_ms = exact_ms if is_exact else local_ms
         moved = 2.0 * (ranks - 1) / ranks * (probe.job.gradient_bytes if is_exact else probe.job.param_bytes)
-        left_ms = total_ms - sums * delay_ms
-        rate = FAST_MB_S if left_ms < LEAST_MS or not moved else min(FAST_MB_S, moved / (1e3 * left_ms))
-        return Link(rate, delay_ms / 2.0)
+        rate = FAST_MB_S if total_ms < LEAST_MS or not moved else min(FAST_MB_S, moved / (1e3 * total_ms))
+        return Link(rate, 0.0)
 
     def _ranks(self, ranks: Sequence[int]) -> list[RankProbe]:
         """Their costs; fewer CPU ranks have more cores each."""

@@ -5,14 +5,15 @@ Made by measure.py, read by predict.py. Recorded probes are the input of most te
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from uneven.config import LOCAL_POLICIES, POLICIES, SHARDED, RunConfig
 from uneven.errors import InputError
+from uneven.files import read_as
 from uneven.policy.finish import Cost
 
-VERSION = 1
+VERSION = 2
 # In place of settings that read or write a run's files: what is planned touches none.
 NO_FILES: Mapping[str, Any] = {
     "overwrite": False,
@@ -73,12 +74,11 @@ class JobProbe:
     param_bytes: int = 0
     gradient_bytes: int = 0
     state_bytes: int = 0  # of the optimizer
-    backend: str = "auto"
     shares: tuple[float, ...] | None = None  # fixed ones, an entry for each rank of the probe
     accumulate: int = 1  # micro-batches of a step, each of which may fill a device's memory
 
     @classmethod
-    def of(cls, config: RunConfig, samples: int, candidates: tuple[str, ...], backend: str) -> "JobProbe":
+    def of(cls, config: RunConfig, samples: int, candidates: tuple[str, ...]) -> "JobProbe":
         """From the settings; `samples` of an epoch. Bytes are measured later."""
         size = config.global_batch_size
         return cls(
@@ -91,7 +91,6 @@ class JobProbe:
             anchor=config.anchor,
             max_anchor=config.max_anchor,
             min_ranks=max(config.min_ranks, 2 if config.strategy in SHARDED else 1),
-            backend=backend,
             shares=config.shares,
             accumulate=config.accumulate,
         )
@@ -99,16 +98,13 @@ class JobProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProbe:
-    """One device as a rank among all of them. Times are in ms, speeds in samples/s at the job's batch size."""
+    """One device as a rank among all of them. Times are in ms, the speed in samples/s at the job's batch size."""
 
     device: str
     threads: int
     fixed_ms: float  # of a step, while all ranks compute at the same time
     sample_ms: float
-    jitter: float  # standard deviation of a step's time, relative
     at_once: float  # speed while all ranks compute, each by itself
-    alone: float  # speed while the other ranks are idle
-    exact_factor: float = 1.0  # time of its work in a joint step over that by fixed_ms and sample_ms
     slot_ms: float = 0.0  # of a batch between two rounds; 0: not measured
     round_ms: float = 0.0  # its own time for a round: snapshot and merge
     cap: int | None = None  # samples of a micro-batch that its memory holds, where that is known
@@ -126,7 +122,6 @@ class SoloProbe:
     device: str
     threads: int
     speed: float  # samples/s at the job's batch size
-    start_s: float = 0.0  # measured of a rank process; a device alone trains in the script's own process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,28 +146,21 @@ class LocalProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """All that was measured. `sum_ms`: a sum of the model's size over all ranks; `latency_ms`: one of a few bytes."""
+    """All that was measured."""
 
     job: JobProbe
     ranks: tuple[RankProbe, ...]
     solos: tuple[SoloProbe, ...] = ()
     exact: ExactProbe | None = None
     local: LocalProbe | None = None
-    sum_ms: float = 0.0
-    latency_ms: float = 0.0
     start_s: float = 0.0  # until the rank processes begin to train
     seconds: float = 0.0  # that probing took
     is_disturbed: bool = False  # other programs took time of the cores meanwhile
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(rank.device for rank in self.ranks)
-
-    @property
-    def together(self) -> float:
-        """Speed of all ranks at once over the sum of what each reaches with the others idle; 1: no disturbance."""
-        return sum(rank.at_once for rank in self.ranks) / sum(rank.alone for rank in self.ranks)
 
     def solo(self, device: str) -> SoloProbe | None:
         return next((found for found in self.solos if found.device == device), None)
@@ -180,10 +168,7 @@ class Probe:
     def speed_alone(self, rank: RankProbe) -> float:
         """Of its device by itself, at least as fast as among others: the machine's speed drifts between the two."""
         solo = self.solo(rank.device)
-        return max(rank.alone, rank.at_once, 0.0 if solo is None else solo.speed)
-
-    def with_time(self, seconds: float, is_disturbed: bool) -> "Probe":
-        return replace(self, seconds=seconds, is_disturbed=is_disturbed)
+        return max(rank.at_once, 0.0 if solo is None else solo.speed)
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
@@ -191,19 +176,7 @@ class Probe:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Probe":
         """Of `to_json`; KeyError, TypeError or ValueError for anything else."""
-        fields = dict(found)
-        if fields.pop("version", None) != VERSION:
+        if found["version"] != VERSION:
             raise ValueError("a probe of another version")
-        job = dict(fields.pop("job"))
-        job["candidates"] = tuple(job["candidates"])
-        job["shares"] = None if job.get("shares") is None else tuple(job["shares"])
-        exact, local = fields.pop("exact"), fields.pop("local")
-        return cls(
-            job=JobProbe(**job),
-            ranks=tuple(RankProbe(**rank) for rank in fields.pop("ranks")),
-            solos=tuple(SoloProbe(**solo) for solo in fields.pop("solos")),
-            exact=None if exact is None else ExactProbe(**{**exact, "shares": tuple(exact["shares"])}),
-            local=None if local is None else LocalProbe(**local),
-            notes=tuple(fields.pop("notes")),
-            **fields,
-        )
+        probe: Probe = read_as(cls, found)
+        return probe

@@ -61,7 +61,7 @@ def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Probe
     """The script itself measures a loop of its own."""
     if not found.task.is_own_loop:
         return None
-    from uneven.plan.own_loop import probe_script
+    from uneven.plan.measure import probe_script
 
     own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
     return partial(probe_script, script, own)

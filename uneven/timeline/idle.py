@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from uneven.timeline.record import NOT_TRAINING, STATES, Span, account_of
-from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
 
 START_UP = "start-up"
@@ -19,7 +18,6 @@ COMMUNICATION = "communication"
 UNEXPLAINED = "unexplained"
 OFF_THE_CLOCK = (START_UP, *NOT_TRAINING[1:])  # causes that do not count as training time
 MIN_GAP_NS = 1_000_000
-IDLE_PERCENT = 5.0  # a GPU that NVML sees less busy than this is idle
 
 # In these states a rank does no work that another rank could be waiting for.
 _WITH_OTHERS = ("wait", "communication")
@@ -81,35 +79,17 @@ def mean_sampled(timeline: Timeline, between_ns: tuple[int, int] | None = None, 
     """
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
-    for weight, sample in _weighted(timeline, between_ns, machine):
+    samples = [sample for sample in timeline.samples if sample.machine == machine]
+    first_ns, last_ns = between_ns or (0, max((sample.t_ns for sample in samples), default=0))
+    for before, sample in pairwise(samples):  # a sample covers the time since the one before
+        weight = min(sample.t_ns, last_ns) - max(before.t_ns, first_ns)
+        if weight <= 0:
+            continue
         gpus = [(f"gpu {index}", utilisation) for index, utilisation, _ in sample.gpus]
         for name, value in [("cpu", sample.cpu), ("process", sample.process_cpu), *gpus]:
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0) + weight
     return {name: total / weights[name] for name, total in sums.items()}
-
-
-def sampled_idle(timeline: Timeline, between_ns: tuple[int, int] | None = None, machine: int = 0) -> dict[str, float]:
-    """Seconds in which NVML saw a GPU less than IDLE_PERCENT busy, by "gpu 0", ..."""
-    idle: dict[str, float] = {}
-    for weight, sample in _weighted(timeline, between_ns, machine):
-        for index, utilisation, _ in sample.gpus:
-            name = f"gpu {index}"
-            idle[name] = idle.get(name, 0.0) + (weight / 1e9 if utilisation < IDLE_PERCENT else 0.0)
-    return idle
-
-
-def _weighted(timeline: Timeline, between_ns: tuple[int, int] | None, machine: int) -> Iterator[tuple[int, Sample]]:
-    """A machine's samples and how many ns of the interval each stands for.
-
-    A sample covers the time since the previous one, so the first sample only marks where that time begins.
-    """
-    samples = [sample for sample in timeline.samples if sample.machine == machine]
-    first_ns, last_ns = between_ns or (0, max((sample.t_ns for sample in samples), default=0))
-    for before, sample in pairwise(samples):
-        weight = min(sample.t_ns, last_ns) - max(before.t_ns, first_ns)
-        if weight > 0:
-            yield weight, sample
 
 
 def _gaps(timeline: Timeline, lane: Lane, works: Sequence["_OwnWork"]) -> Iterator[Gap]:

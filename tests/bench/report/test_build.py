@@ -1,17 +1,15 @@
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.bench.folders import SECOND, make_run, make_timeline
+from tests.bench.folders import make_run
 from uneven.bench.report.build import build_report
 from uneven.bench.report.page import curve, render_page
-from uneven.bench.report.sections import calibration, render_markdown
+from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
 from uneven.files import json_text
-from uneven.timeline.sample import Sample
 
 PAIR_SPEEDS = {"solo_samples_per_s": [800.0, 300.0], "joint_samples_per_s": 1074.0}
 
@@ -130,16 +128,6 @@ def test_the_timelines_give_busy_rounds_and_idle_time(tmp_path: Path) -> None:
     assert row.utilisation == {"0: cpu": pytest.approx(0.75), "1: cpu@0.4": pytest.approx(0.75)}
     assert (row.rounds, row.transfer_ms, row.wait_ms) == (2, 2.0, 4.0)
     assert sum(row.idle_s.values()) == pytest.approx(2 * 0.25 * 2000 / 1330.0)
-
-
-@pytest.mark.parametrize(("devices", "gpus"), [(["cpu"], {}), (["cuda:0", "cpu"], {"gpu 0": [80.0, 0.0]})])
-def test_gpus_are_told_of_runs_that_used_one(devices: list[str], gpus: dict[str, list[float]], tmp_path: Path) -> None:
-    folder = make_run(tmp_path, "lenet", "cpu-async" if len(devices) > 1 else "solo-0", 0, 0.9, devices=devices)
-    timeline = make_timeline(devices, 2.0)
-    samples = [Sample(at * SECOND // 4, 50.0, 100.0, 1, 1, ((0, 80.0, 1),)) for at in range(8)]
-    (folder / "timeline.json").write_text(json.dumps(replace(timeline, samples=samples).to_json()))
-    ((row,),) = (model.rows for model in build_report(tmp_path).models)
-    assert row.gpus == gpus
 
 
 def test_broken_folders_are_named_and_the_rest_is_reported(tmp_path: Path) -> None:
@@ -291,23 +279,3 @@ def test_an_impossible_estimate_is_doubted_and_every_column_has_its_head(tmp_pat
     assert "Doubtful: an efficiency of ~1.43 is impossible" in text
     assert "| mode | busy | samples | rounds |" in text
     assert "| cpu-async | 75%, 75% | 70:30 | 2 |" in text
-
-
-def test_epochs_in_a_row_with_what_a_policy_had_settled_upon_are_one_row(tmp_path: Path) -> None:
-    (model,) = build_report(sweep(tmp_path)).models
-    still = [{"epoch": epoch, "shares": [32.0, 32.0]} for epoch in range(1, 51)]
-    moves = [
-        {"epoch": epoch, "anchor": 10.0 + (epoch > 3), "shares": [60, 40], "lr_scale": 1.8} for epoch in (1, 2, 3, 4)
-    ]
-    rows = [
-        replace(row, calibration={"torch-ddp": still, "cpu-cadence": moves}.get(row.mode, [])) for row in model.rows
-    ]
-    table = calibration(replace(model, rows=rows))
-    assert table is not None
-    assert table.rows == [
-        ["torch-ddp", "1 to 50", "", "50:50", ""],
-        ["cpu-cadence", "1 to 3", "10.0", "60:40", "1.80"],
-        ["cpu-cadence", "4", "11.0", "60:40", "1.80"],
-    ]
-    alone = replace(model, rows=[replace(row, calibration=[]) for row in model.rows])
-    assert calibration(alone) is None

@@ -12,9 +12,9 @@ from tests.bench.folders import make_run
 from tools.publish import publish
 from uneven.bench import models
 from uneven.bench.interval import interval
+from uneven.bench.orders import SweepOrder
 from uneven.bench.report.build import build_report
 from uneven.bench.report.check import Judged, compare_with_references
-from uneven.bench.sweep.plan import SweepOrder
 from uneven.bench.sweep.run import _write_record
 from uneven.errors import InputError
 

@@ -68,7 +68,7 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
     make_run(tmp_path, "lenet", "solo-0", 0, 0.97)
     folder.with_name("seed-3.1").mkdir()
     records, broken = read_runs(tmp_path)
-    assert [(one.model, one.mode, one.seed, one.quality) for one in records] == [
+    assert [(*one.key, one.quality) for one in records] == [
         ("lenet", "cpu-async", 3, 0.98),
         ("lenet", "solo-0", 0, 0.97),
     ]
@@ -100,17 +100,17 @@ def test_a_run_that_was_copied_counts_once(place: str, tmp_path: Path) -> None:
         (lambda folder: (folder / "summary.json").write_text('{"version": 1}'), "lacks model, mode"),
         (lambda folder: (folder / "metrics.jsonl").write_text("{"), "metrics.jsonl cannot be read"),
         (lambda folder: (folder / "metrics.jsonl").write_text("null\n"), "metrics.jsonl cannot be read"),
-        (lambda folder: entry(folder, accuracy="0.98"), "a line is no entry of an epoch"),
-        (lambda folder: entry(folder, accuracy=[]), "a line is no entry of an epoch"),
-        (lambda folder: entry(folder, train_loss=True), "a line is no entry of an epoch"),
+        (lambda folder: entry(folder, accuracy="0.98"), "is no number"),
+        (lambda folder: entry(folder, accuracy=[]), "is no number"),
+        (lambda folder: entry(folder, train_loss=True), "is no number"),
         (lambda folder: (folder / "metrics.jsonl").write_text("[" * 100_000), "metrics.jsonl cannot be read"),
-        (lambda folder: change(folder, quality=0.9), "lacks accuracy"),
-        (lambda folder: change(folder, quality={"accuracy": float("nan")}), "lacks accuracy"),
-        (lambda folder: change(folder, train_seconds=None), "has no usable train_seconds"),
-        (lambda folder: change(folder, devices=None, epochs="5"), "has no usable epochs, devices"),
-        (lambda folder: change(folder, devices=["bogus"], metric="accuracy"), "has no usable devices"),
+        (lambda folder: change(folder, quality=0.9), "has no usable quality"),
+        (lambda folder: change(folder, quality={"accuracy": float("nan")}), "has no usable quality"),
+        (lambda folder: change(folder, train_seconds=None), "lacks train_seconds"),
+        (lambda folder: change(folder, devices=None, epochs="5"), "lacks devices"),
+        (lambda folder: change(folder, devices=["bogus"], metric="accuracy"), "bogus"),
         (lambda folder: change(folder, metric=[]), "has no usable metric"),
-        (lambda folder: change(folder, asked=[], sample_shares=["x"]), "has no usable asked, sample_shares"),
+        (lambda folder: change(folder, asked=[], sample_shares=["x"]), "has no usable asked"),
         (lambda folder: change(folder, interference={"stolen_share": "x"}), "has no usable interference"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
     ],

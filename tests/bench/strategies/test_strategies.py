@@ -12,8 +12,9 @@ import torch
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.bench.models.gpt import SIZES, Gpt
+from uneven.bench.orders import StrategiesOrder
 from uneven.bench.strategies import measure as module
-from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow, measure_strategies, run_ranks
+from uneven.bench.strategies.measure import Paired, StrategyRow, measure_strategies, run_ranks
 from uneven.bench.strategies.memory import (
     Held,
     LiveBytes,
@@ -275,12 +276,12 @@ def test_two_strategies_take_turns_on_the_same_ranks() -> None:
 
 def test_as_fast_means_that_the_whole_interval_is_above_the_bound() -> None:
     steady = Paired("fsdp", "torch-fsdp", [1.0] * 30, [1.0, 1.02] * 15)
-    mean, half = steady.interval()
+    mean, half = steady.interval
     assert mean == pytest.approx(1.01)
     assert steady.is_as_fast
     disturbed = replace(steady, is_disturbed=True)
     assert disturbed.is_as_fast is None, "nothing follows from disturbed pairs"
     noisy = Paired("fsdp", "torch-fsdp", [1.0] * 30, [0.5, 1.6] * 15)
-    assert noisy.interval()[0] > 1.0
+    assert noisy.interval[0] > 1.0
     assert not noisy.is_as_fast
     assert math.isfinite(half)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from uneven.bench.orders import SweepOrder
 from uneven.bench.sweep import run as module
-from uneven.bench.sweep.plan import SweepOrder
 from uneven.bench.sweep.run import provide
 from uneven.data.datasets import Event, Presence
 from uneven.errors import InputError, MachineError

@@ -8,11 +8,12 @@ import pytest
 
 from tests.bench.folders import make_run
 from tools.publish import publish
+from uneven.bench.orders import SweepOrder
 from uneven.bench.report.build import build_report
 from uneven.bench.single.folders import FAILURE, read_equal_time
 from uneven.bench.single.process import Ended
 from uneven.bench.sweep import run as module
-from uneven.bench.sweep.plan import SweepOrder, plan_sweep
+from uneven.bench.sweep.plan import plan_sweep
 from uneven.bench.sweep.run import sweep
 from uneven.errors import InputError, MachineError
 
@@ -262,7 +263,7 @@ def test_at_equal_time_a_faster_mode_trains_as_many_epochs_as_fit(machine: Machi
     assert outcome.done[-1] == "lenet cpu-async seed 0 at equal time"
     assert len(outcome.done) == 4, "nothing fits into less time than sync takes"
     (run,) = read_equal_time(machine.out)
-    assert run.summary["epochs"] == 7  # of 5 that take two thirds of the time: 7.35 fit
+    assert run.summary.epochs == 7  # of 5 that take two thirds of the time: 7.35 fit
     (row,) = [row for row in build_report(machine.out).models[0].rows if row.mode == "cpu-async"]
     assert (row.seeds, row.equal_time_epochs) == (1, 7)
     assert [one["epochs"] for one in row.runs] == [5, 7]
@@ -275,7 +276,7 @@ def test_all_seeds_have_the_epochs_that_fit_on_average(machine: Machine) -> None
         machine.speeds = {"cpu-async": speed}
         sweep(order(machine, seeds=seed + 1), quiet)
     sweep(order(machine, seeds=3, has_equal_time=True), quiet)
-    assert [run.summary["epochs"] for run in read_equal_time(machine.out)] == [6, 6, 6]
+    assert [run.summary.epochs for run in read_equal_time(machine.out)] == [6, 6, 6]
 
 
 def test_runs_at_equal_time_need_those_that_they_are_held_against(machine: Machine) -> None:

@@ -6,14 +6,14 @@ if all seeds were disturbed, the speed is marked and no mode is called the best 
 undisturbed.py). Ranks that share a GPU without slices take turns on it, so their runs count for quality only.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from uneven.bench.interval import interval
+from uneven.bench.modes import JOINT, OWN_LOOP
 from uneven.bench.report.model_runs import (
     MARGIN,
     ModelRuns,
@@ -27,7 +27,9 @@ from uneven.bench.report.model_runs import (
 )
 from uneven.bench.single.folders import (
     SWEEP,
+    MachineFacts,
     RunRecord,
+    Summary,
     for_speed,
     median_of,
     nothing_found,
@@ -35,15 +37,13 @@ from uneven.bench.single.folders import (
     read_equal_time,
     read_runs,
 )
-from uneven.bench.single.modes import JOINT, OWN_LOOP
-from uneven.bench.single.shape import is_number
-from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
 from uneven.hardware.yardstick import Yardstick
 from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
 VERSION = 1
+SETTINGS = ("data", "epochs", "devices", "precision", "compile", "eval_samples")
 RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
 
 
@@ -75,9 +75,6 @@ class ModeReport:
     idle_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds, all devices, mean over seeds
     lost: dict[str, float] = field(default_factory=dict)  # state -> samples/s by the speeds alone, mean over seeds
     sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds; they follow the speeds
-    anchor: float | None = None  # of the last window, mean over seeds
-    gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML, mean over seeds: percent, seconds below 5 %
-    calibration: list[dict[str, Any]] = field(default_factory=list)  # of the first seed, per epoch
     peak_memory_bytes: int | None = None
     target_s: float | None = None  # seconds of training to the target, median of the seeds that reached it
     target_seeds: int = 0  # that reached it, of ...
@@ -123,7 +120,7 @@ class ModelReport:
 class Report:
     version: int
     root: str
-    hardware: list[dict[str, Any]]
+    hardware: list[MachineFacts]
     models: list[ModelReport]
     failed: list[dict[str, str]]  # folder, reason
     skipped: dict[str, str]  # mode -> why the hardware did not allow it
@@ -139,7 +136,7 @@ def build_report(root: Path) -> Report:
         raise InputError(f"{nothing_found(root)}{reasons}")
     failed = [{"folder": str(run.folder), "reason": run.reason} for run in broken]
     failed += [{"folder": str(run.folder), "reason": f"unknown model {run.model!r}"} for run in unknown_models(records)]
-    machines = {json.dumps(record.summary.get("machine") or {}, sort_keys=True) for record in records}
+    machines = {record.summary.machine for record in records}
     record = read_json(root / SWEEP)
     sweep = record if isinstance(record, dict) else {}
     skipped, commands = sweep.get("skipped"), sweep.get("commands")
@@ -147,7 +144,7 @@ def build_report(root: Path) -> Report:
     return Report(
         version=VERSION,
         root=str(root),
-        hardware=[json.loads(machine) for machine in sorted(machines)],
+        hardware=sorted(machines, key=astuple),
         models=[_model(runs) for runs in by_model(records, read_equal_time(root))],
         failed=failed,
         skipped=dict(skipped) if isinstance(skipped, dict) else {},
@@ -167,7 +164,7 @@ def _model(runs: ModelRuns) -> ModelReport:
         published=recipe.published.value if recipe.published else None,
         source=recipe.published.source if recipe.published else None,
         recipe_epochs=recipe.epochs,
-        settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
+        settings={key: getattr(first, key) for key in SETTINGS},
         gap=Yardstick.of(alone).gap if alone else None,
         sync_bound=Yardstick.of(alone).ddp_bound if alone else None,
         target=runs.target,
@@ -207,12 +204,11 @@ def _verdict(runs: ModelRuns, rows: list[ModeReport], best: str | None) -> Verdi
 
 def _pair_speeds(runs: Sequence[RunRecord]) -> tuple[list[float], float] | None:
     """Samples/s of each device alone and of all together, from the pairs of a mode; None if they do not tell."""
-    paired = read_efficiency(runs) or {}
-    alone, joint = paired.get("solo_samples_per_s"), paired.get("joint_samples_per_s")
-    if not isinstance(alone, list) or len(alone) != len(runs[0].summary["devices"]):
+    paired = read_efficiency(runs)
+    if paired is None or len(paired.solo_samples_per_s) != len(runs[0].summary.devices):
         return None
-    are_speeds = all(is_number(speed) and speed > 0.0 for speed in (*alone, joint))
-    return ([float(speed) for speed in alone], float(joint)) if are_speeds and joint is not None else None
+    alone, joint = paired.solo_samples_per_s, paired.joint_samples_per_s
+    return (alone, joint) if min(*alone, joint) > 0.0 else None
 
 
 def _row(model: ModelRuns, mode: str) -> ModeReport:
@@ -229,8 +225,8 @@ def _row(model: ModelRuns, mode: str) -> ModeReport:
     judged = longer or runs
     equal_time, is_end = at_time(recipe, judged, solo) if is_timed else (None, False)
     pairs = read_efficiency(runs)
-    paired = pairs if pairs and has_speed else {}
-    estimate = speed / sum(alone) if speed and alone and len(first["devices"]) > 1 else None
+    paired = pairs if has_speed else None
+    estimate = speed / sum(alone) if speed and alone and len(first.devices) > 1 else None
     # Where not every device was run alone, it is that of those that were.
     fastest = max(alone) if alone else median_of("samples_per_s", for_speed(solo)) if solo else None
     return ModeReport(
@@ -240,20 +236,20 @@ def _row(model: ModelRuns, mode: str) -> ModeReport:
         is_for_speed=not has_quality,
         has_speed=has_speed,
         is_disturbed=is_marked,
-        is_efficiency_disturbed=is_disturbed(pairs) if pairs else is_marked or model.is_solo_disturbed,
+        is_efficiency_disturbed=pairs.is_disturbed if pairs else is_marked or model.is_solo_disturbed,
         quality=mean if has_quality else None,
         quality_half=half if has_quality and len(runs) > 1 else None,
         vs_published=mean - recipe.published.value if has_quality and recipe.published else None,
         train_s=median_of("train_seconds", timed) if is_timed else None,
         samples_per_s=speed,
         speedup=speed / fastest if speed and fastest else None,
-        efficiency=paired.get("efficiency", estimate),
-        efficiency_half=paired.get("half_width"),
-        efficiency_pairs=paired.get("pairs"),
-        efficiency_batch=paired.get("batch_size"),
+        efficiency=paired.efficiency if paired else estimate,
+        efficiency_half=paired.half_width if paired else None,
+        efficiency_pairs=paired.pairs if paired else None,
+        efficiency_batch=paired.batch_size if paired else None,
         **_times(timed, alone),
         sample_shares=_sample_shares(timed),
-        peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
+        peak_memory_bytes=max((run.summary.peak_memory_bytes or 0 for run in runs), default=0) or None,
         target_s=statistics.median(when_reached) if when_reached and is_timed else None,
         target_seeds=len(when_reached),
         target_of_seeds=len(timed),
@@ -272,60 +268,46 @@ def _row(model: ModelRuns, mode: str) -> ModeReport:
 
 def _facts(run: RunRecord, has_quality: bool) -> dict[str, Any]:
     return {
-        "seed": run.seed,
-        "epochs": run.summary.get("epochs"),
+        "seed": run.summary.seed,
+        "epochs": run.summary.epochs,
         "quality": run.quality if has_quality else None,
-        "train_s": run.summary["train_seconds"],
+        "train_s": run.summary.train_seconds,
         "is_disturbed": run.is_disturbed,
-        "interference": run.summary.get("interference"),
-        "runs_at_once": run.summary.get("runs_at_once") or 1,
+        "interference": run.summary.interference,
+        "runs_at_once": run.summary.runs_at_once,
     }
 
 
-def _batch(summary: dict[str, Any]) -> str:
-    scale = summary.get("lr_scale")
+def _batch(summary: Summary) -> str:
+    scale = summary.lr_scale
     lr = f", lr x {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
-    if summary.get("global_batch_size"):
-        return f"{summary['global_batch_size']} in all{lr}"
-    devices, per_device = len(summary["devices"]), str(summary.get("batch_size", ""))
-    return (f"{devices} x {per_device}" if devices > 1 and per_device else per_device) + lr
+    if summary.global_batch_size:
+        return f"{summary.global_batch_size} in all{lr}"
+    devices = len(summary.devices)
+    return f"{f'{devices} x ' if devices > 1 else ''}{summary.batch_size}{lr}"
 
 
 def _sample_shares(runs: Sequence[RunRecord]) -> list[float]:
-    shares = [run.summary.get("sample_shares") or [] for run in runs]
+    shares = [run.summary.sample_shares for run in runs]
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
 def _times(runs: Sequence[RunRecord], alone: Sequence[float]) -> dict[str, Any]:
     """How the runs of a mode spent their time: fields of a ModeReport, from what each tells of itself."""
-    known = [(run, times) for run in runs if (times := run.times()) is not None]
-    found = [times for _, times in known]
-    if not found:
-        return {"rounds": None, "transfer_ms": None, "wait_ms": None}
+    found = [times for run in runs if (times := run.times()) is not None]
     rounds = sum(times.rounds for times in found)
-    anchors = [times.anchor for times in found if times.anchor is not None]
-    # What NVML saw of a GPU while CPUs alone trained is what other programs did.
-    gpus = [times.gpus for run, times in known if any(str(name).startswith("cuda") for name in run.summary["devices"])]
 
     def of_a_round(name: str) -> float | None:
         return sum((getattr(times, name) or 0.0) * times.rounds for times in found) / rounds if rounds else None
 
+    causes = dict.fromkeys(cause for times in found for cause in times.idle_s)
     return {
         "rounds": round(rounds / len(found)) if rounds else None,
         "transfer_ms": of_a_round("communication_ms"),
         "wait_ms": of_a_round("wait_ms"),
-        "anchor": statistics.mean(anchors) if anchors else None,
         "utilisation": _means([times.utilisation for times in found]),
-        "idle_s": {
-            cause: sum(times.idle_s.get(cause, 0.0) for times in found) / len(found)
-            for cause in dict.fromkeys(cause for times in found for cause in times.idle_s)
-        },
+        "idle_s": {cause: sum(times.idle_s.get(cause, 0.0) for times in found) / len(found) for cause in causes},
         "lost": _means([lost_by_state(times.accounts, alone) for times in found if len(times.seconds) == len(alone)]),
-        "gpus": {
-            name: [statistics.mean(one[name][at] for one in gpus if name in one) for at in (0, 1)]
-            for name in dict.fromkeys(name for one in gpus for name in one)
-        },
-        "calibration": found[0].calibration,
     }
 
 

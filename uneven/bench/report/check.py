@@ -16,6 +16,7 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
+from uneven.bench.modes import OWN_LOOP
 from uneven.bench.report.model_runs import (
     ModelRuns,
     at_time,
@@ -26,6 +27,7 @@ from uneven.bench.report.model_runs import (
     unknown_models,
 )
 from uneven.bench.single.folders import (
+    EFFICIENCY,
     SWEEP,
     RunRecord,
     for_speed,
@@ -34,8 +36,6 @@ from uneven.bench.single.folders import (
     read_equal_time,
     read_runs,
 )
-from uneven.bench.single.modes import OWN_LOOP
-from uneven.bench.single.shape import is_number
 from uneven.files import ABSENT, read_json
 
 NEAR = 1e-6  # of two figures that are computed from each other
@@ -111,7 +111,7 @@ def _judge(model: ModelRuns, mode: str) -> Judged:
     mean, half = interval([run.quality for run in runs])
     best = best_on_the_way(recipe, runs)
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
-    is_short = any(run.summary["epochs"] < LEAST_PART * recipe.epochs for run in runs)
+    is_short = any(run.summary.epochs < LEAST_PART * recipe.epochs for run in runs)
     reference = None if is_short else _reference(model, mode)
     made = [run for run in model.made_for_equal_time if run.mode == mode]
     faults = [fault for run in (*runs, *made) for fault in _contradictions(run)]
@@ -187,8 +187,7 @@ def _differences(runs: Sequence[RunRecord], reference: tuple[str, RunRecord] | N
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    asked = run.summary.get("asked") or {}
-    return {"samples": asked.get("samples"), **{name: run.summary.get(name) for name in SETTINGS}}
+    return {"samples": run.summary.asked.get("samples"), **{name: getattr(run.summary, name) for name in SETTINGS}}
 
 
 def _is_local(mode: str) -> bool:
@@ -203,7 +202,7 @@ def _reference(model: ModelRuns, mode: str) -> str | None:
     if mode.startswith("solo-"):
         return None
     runs, ddp = model.by_mode[mode], model.by_mode.get("torch-ddp")
-    own, devices = _global_batch(runs[0]), len(runs[0].summary["devices"])
+    own, devices = _global_batch(runs[0]), len(runs[0].summary.devices)
     if model.single is not None and (_is_local(mode) or own == _global_batch(model.solo[0])):
         return model.single
     # DDP takes equal batches: of 128 samples for three devices it trains 126.
@@ -213,7 +212,7 @@ def _reference(model: ModelRuns, mode: str) -> str | None:
 
 def _global_batch(run: RunRecord) -> int:
     summary = run.summary
-    return int(summary.get("global_batch_size") or summary.get("batch_size", 0) * len(summary["devices"]))
+    return int(summary.global_batch_size or summary.batch_size * len(summary.devices))
 
 
 def _is_whole(run: RunRecord) -> bool:
@@ -222,29 +221,29 @@ def _is_whole(run: RunRecord) -> bool:
     One that is the best on the way is not held against a loop of the user's own, which is evaluated only at the end.
     """
     recipe, summary = models.get(run.model), run.summary
-    is_cut = (summary.get("asked") or {}).get("samples") or summary.get("eval_samples")
+    is_cut = summary.asked.get("samples") or summary.eval_samples
     if recipe.published is not None and recipe.published.is_best and run.mode in OWN_LOOP:
         return False
-    return not is_cut and summary.get("data") == recipe.data and summary.get("epochs", 0) >= recipe.epochs
+    return not is_cut and summary.data == recipe.data and summary.epochs >= recipe.epochs
 
 
 def _contradictions(run: RunRecord) -> list[str]:
     """Where the figures of a run cannot all be right."""
-    return [f"seed {run.seed}: {fault}" for fault in _wrong_figures(run)]
+    return [f"seed {run.summary.seed}: {fault}" for fault in _wrong_figures(run)]
 
 
 def _wrong_figures(run: RunRecord) -> Iterator[str]:
     summary = run.summary
-    samples, total_s = summary["samples"], summary["train_seconds"]
+    samples, total_s = summary.samples, summary.train_seconds
     speed = samples / total_s if total_s else 0.0
-    if abs(speed - summary["samples_per_s"]) > NEAR * speed:
-        yield f"{samples} samples in {total_s:.3f} s are not {summary['samples_per_s']:.1f} a second"
+    if abs(speed - summary.samples_per_s) > NEAR * speed:
+        yield f"{samples} samples in {total_s:.3f} s are not {summary.samples_per_s:.1f} a second"
     if not run.metrics:
         return
     last = run.metrics[-1]
-    if last["epoch"] != summary["epochs"]:
-        yield f"its history ends with epoch {last['epoch']:g}, its summary has {summary['epochs']}"
-    if last["samples"] != samples and not summary.get("dropped"):
+    if last["epoch"] != summary.epochs:
+        yield f"its history ends with epoch {last['epoch']:g}, its summary has {summary.epochs}"
+    if last["samples"] != samples and not summary.dropped:
         yield f"its history ends after {last['samples']:,} samples, its summary has {samples:,}"
     # The summary has the longest rank's time and the history one rank's own. They may differ: a rank that waits while
     # another captures its steps is training meanwhile, and that one is not.
@@ -254,9 +253,9 @@ def _wrong_figures(run: RunRecord) -> Iterator[str]:
         yield f"its history ends after {end_s:.2f} s, its summary has {total_s:.2f}"
     if not _is_near(total_s, max(ranks)):
         yield f"its summary has {total_s:.2f} s, its longest rank trained for {max(ranks):.2f}"
-    seen = last.get(summary["metric"])
+    seen = last.get(summary.metric)
     is_far = seen is not None and abs(seen - run.quality) > NEAR_QUALITY * abs(run.quality)
-    if is_far and summary.get("precision") == "fp32":
+    if is_far and summary.precision == "fp32":
         yield f"its last evaluation has {seen:.4g}, its summary {run.quality:.4g}"
 
 
@@ -267,19 +266,17 @@ def _is_near(seconds: float, other: float) -> bool:
 
 def _wrong_pairs(runs: Sequence[RunRecord]) -> list[str]:
     """Where an efficiency is not that of its own pairs."""
-    paired = read_efficiency(runs) or {}
-    ratios = paired.get("ratios")
-    if not isinstance(ratios, list) or len(ratios) < 2:
+    paired = read_efficiency(runs)
+    if paired is None and (runs[0].folder.parent / EFFICIENCY).is_file():
+        return ["efficiency: its file cannot be read"]
+    if paired is None or len(paired.ratios) < 2:
         return []
-    if not all(map(is_number, ratios)):
-        return ["efficiency: the ratios of its pairs are no numbers"]
-    mean, half = interval(ratios)
-    stated = [paired[name] for name in ("efficiency", "half_width", "pairs")]
-    if all(
-        math.isclose(one, other, abs_tol=NEAR) for one, other in zip(stated, (mean, half, len(ratios)), strict=True)
-    ):
+    mean, half = interval(paired.ratios)
+    stated = (paired.efficiency, paired.half_width, paired.pairs)
+    found = (mean, half, len(paired.ratios))
+    if all(math.isclose(one, other, abs_tol=NEAR) for one, other in zip(stated, found, strict=True)):
         return []
     return [
-        f"efficiency: {stated[0]:.4g} +- {stated[1]:.4g} of {stated[2]} pairs, but {len(ratios)} ratios have a mean of "
-        f"{mean:.4g} +- {half:.4g}"
+        f"efficiency: {paired.efficiency:.4g} +- {paired.half_width:.4g} of {paired.pairs} pairs, but "
+        f"{len(paired.ratios)} ratios have a mean of {mean:.4g} +- {half:.4g}"
     ]

@@ -42,7 +42,7 @@ class ModelRuns:
         speeds: list[float] = []
         while f"solo-{len(speeds)}" in self.by_mode:
             speeds.append(median_of("samples_per_s", for_speed(self.by_mode[f"solo-{len(speeds)}"])))
-        devices = max(len(run.summary["devices"]) for runs in self.by_mode.values() for run in runs)
+        devices = max(len(run.summary.devices) for runs in self.by_mode.values() for run in runs)
         return speeds if len(speeds) >= max(2, devices) else []
 
     @cached_property
@@ -63,9 +63,9 @@ class ModelRuns:
     def longer(self, mode: str) -> list[RunRecord]:
         """The runs at equal time of a mode: with more epochs than its others, over the same data."""
         runs = self.by_mode[mode]
-        most, data = max(run.summary["epochs"] for run in runs), runs[0].summary.get("data")
+        most, data = max(run.summary.epochs for run in runs), runs[0].summary.data
         made = [run for run in self.made_for_equal_time if run.mode == mode]
-        return [run for run in made if run.summary["epochs"] > most and run.summary.get("data") == data]
+        return [run for run in made if run.summary.epochs > most and run.summary.data == data]
 
 
 def by_model(records: Sequence[RunRecord], made_for_equal_time: Sequence[RunRecord] = ()) -> Iterator[ModelRuns]:
@@ -75,7 +75,7 @@ def by_model(records: Sequence[RunRecord], made_for_equal_time: Sequence[RunReco
         for run in (run for run in records if run.model == name):
             found.by_mode.setdefault(run.mode, []).append(run)
         for runs in found.by_mode.values():
-            runs.sort(key=lambda run: run.seed)
+            runs.sort(key=lambda run: run.summary.seed)
         if found.by_mode:
             yield found
 
@@ -121,12 +121,12 @@ def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]
         return None, False
     seconds = median_of("train_seconds", for_speed(solo))
     timed = for_speed(runs)
-    if all(run.summary["train_seconds"] <= seconds for run in timed):
+    if all(run.summary.train_seconds <= seconds for run in timed):
         return mean_quality(runs), True
     found = []
     for run in timed:
         before = [one for one in run.metrics if recipe.metric in one and one["train_seconds"] <= seconds]
-        if run.summary["train_seconds"] <= seconds:
+        if run.summary.train_seconds <= seconds:
             found.append(run.quality)
         elif before:
             found.append(float(before[-1][recipe.metric]))

@@ -3,9 +3,8 @@
 Called by cli/bench_results.py. Invariant: a disturbed speed carries a mark wherever it is printed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, TypeAlias
 
 from uneven.bench.report.build import ModelReport, ModeReport, Report
@@ -90,10 +89,7 @@ def _escape(text: str) -> str:
 def sections_of(report: Report) -> list[Section]:
     """All sections in order: results first, then what failed, and at the end how to read and repeat them."""
     verdicts = [model.verdict for model in report.models if model.verdict is not None]
-    hardware = [
-        f"{host.get('processor', 'unknown CPU')}, torch {host.get('torch', '?')}, uneven {host.get('uneven', '?')}"
-        for host in report.hardware
-    ]
+    hardware = [f"{host.processor}, torch {host.torch}, uneven {host.uneven}" for host in report.hardware]
     repeat = [Section("How to make it again", [f"$ {command}" for command in report.commands])]
     return [
         Section("Benchmark report", [*verdicts, *hardware]),
@@ -146,12 +142,6 @@ def _details(model: ModelReport) -> Section:
     """Folded on a page: every run, and how it went epoch by epoch."""
     found = {
         "Training loss and quality at the end of an epoch, mean over seeds:": trajectories(model),
-        "What the policy had settled upon at the end of an epoch, in the first seed (shares in percent):": (
-            calibration(model)
-        ),
-        "The GPUs by NVML while a mode trained: how busy in percent, and seconds below 5 percent, mean over seeds:": (
-            gpus(model)
-        ),
         "Every run, and what other programs took meanwhile:": every_run(model),
     }
     blocks: list[Block] = [block for title, table in found.items() if table is not None for block in (title, table)]
@@ -201,13 +191,12 @@ def _equal_time(model: ModelReport, row: ModeReport) -> str:
 
 
 def _time(model: ModelReport) -> Table:
-    head = ["mode", "busy", "samples", "anchor", "rounds", "communication ms", "wait ms", "peak memory"]
+    head = ["mode", "busy", "samples", "rounds", "communication ms", "wait ms", "peak memory"]
     rows = [
         [
             row.mode,
             ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
             ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
-            number(row.anchor, ".0f"),
             number(row.rounds, ","),
             number(row.transfer_ms, ".2f"),
             number(row.wait_ms, ".2f"),
@@ -261,49 +250,6 @@ def _at(model: ModelReport, row: ModeReport, epoch: int) -> str:
     found = [float(entry[model.metric]) for entry in entries if model.metric in entry]
     loss = f"{sum(losses) / len(losses):.{6 if model.metric == 'mse' else 4}f}" if losses else ""
     return f"{loss}, {value(model.metric, sum(found) / len(found))}" if found else loss
-
-
-def calibration(model: ModelReport) -> Table | None:
-    """Anchor, shares of the samples and the factor on the learning rate, in the first seed, at some epochs.
-
-    Epochs in a row with the same figures are one row.
-    """
-    modes = [row for row in model.rows if any(len(entry) > 1 for entry in row.calibration)]
-    if not modes:
-        return None
-    rows = []
-    for row in modes:
-        spans = [(figures, list(entries)) for figures, entries in groupby(row.calibration, key=_figures)]
-        rows += [[row.mode, _span(entries), *figures] for figures, entries in _evenly(spans)]
-    return Table.of(["mode", "epoch", "anchor", "shares", "lr scale"], rows)
-
-
-def _span(entries: Sequence[Mapping[str, Any]]) -> str:
-    first, last = ("end" if entries[at]["epoch"] is None else str(entries[at]["epoch"]) for at in (0, -1))
-    return first if first == last else f"{first} to {last}"
-
-
-def _figures(entry: Mapping[str, Any]) -> list[str]:
-    shares = entry.get("shares") or []
-    whole = sum(shares) or 1.0
-    return [
-        number(entry.get("anchor"), ".1f"),
-        ":".join(f"{100 * share / whole:.0f}" for share in shares),
-        number(entry.get("lr_scale"), ".2f"),
-    ]
-
-
-def gpus(model: ModelReport) -> Table | None:
-    """What NVML saw of the GPUs while a mode trained; None without any."""
-    names = list(dict.fromkeys(name for row in model.rows for name in row.gpus))
-    if not names:
-        return None
-    head = ["mode", *(f"{name} {what}" for name in names for what in ("%", "idle s"))]
-    rows = []
-    for row in model.rows:
-        cells = [row.gpus.get(name) for name in names]
-        rows.append([row.mode, *(f"{cell[at]:.1f}" if cell else "" for cell in cells for at in (0, 1))])
-    return Table.of(head, rows)
 
 
 def every_run(model: ModelReport) -> Table:

@@ -10,18 +10,16 @@ damaged set of runs.
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.shape import Shape, fits, is_figure, is_number, is_object, is_text, is_whole, optional
-from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import folder_error, read_json, write_atomically
+from uneven.files import folder_error, read_as, read_json, write_atomically
 from uneven.hardware.device import is_lesser_copy, parse_device, parse_devices, takes_turns
-from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_sampled, mean_utilisation, sampled_idle
-from uneven.timeline.record import Account, Event
+from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
+from uneven.timeline.record import Account
 from uneven.timeline.timeline import Timeline, rank_rounds
 
 SUMMARY_VERSION = 1
@@ -30,34 +28,74 @@ SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it
 EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
 EFFICIENCY = "efficiency.json"  # in the folder of a mode: measured by pairs
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
-NEEDED = (
-    *("model", "mode", "seed", "devices", "epochs"),
-    *("metric", "quality", "train_seconds", "samples_per_s", "samples"),
-)
-SUMMARY: dict[str, Shape] = {  # beside the quality, whose name is the metric
-    "metric": is_text,
-    "train_seconds": is_number,
-    "samples_per_s": is_number,
-    "samples": is_number,
-    "seed": is_whole,
-    "epochs": is_whole,
-    "devices": lambda names: isinstance(names, list) and len(names) > 0 and all(map(_is_device, names)),
-    "asked": optional(is_object),
-    "machine": optional(is_object),
-    "interference": optional(
-        dict.fromkeys(("stolen_share", "foreign_cores", "pressure_share"), optional(is_number)),
-    ),
-    "peak_memory_bytes": optional(is_number),
-    "eval_samples": optional(is_number),
-    "runs_at_once": optional(is_number),
-    "sample_shares": optional([is_number]),
-}
 OUTSIDE = "outside training"
 
 
 @dataclass(frozen=True)
+class MachineFacts:
+    """Where a run was made."""
+
+    processor: str = "unknown CPU"
+    torch: str = "?"
+    uneven: str = "?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What is to know about a run: summary.json."""
+
+    version: int = SUMMARY_VERSION
+    model: str
+    mode: str
+    data: str = ""
+    devices: list[str]
+    seed: int
+    epochs: int
+    batch_size: int = 0
+    global_batch_size: int | str | None = None
+    precision: str = "fp32"
+    compile: str = "off"
+    lr_scale: float | str | None = None
+    eval_samples: int | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    metric: str
+    quality: dict[str, float]
+    published: float | None = None
+    samples: int
+    dropped: int = 0
+    train_seconds: float
+    samples_per_s: float
+    wall_seconds: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    sample_shares: list[float] = field(default_factory=list)
+    backend: str | None = None
+    peak_memory_bytes: int | None = None
+    machine: MachineFacts = MachineFacts()
+    interference: dict[str, float | bool | None] | None = None  # by other programs, while the run was on
+    is_disturbed: bool = False
+    runs_at_once: int = 1  # of a sweep with --jobs
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise TypeError("has no usable devices")
+        for name in self.devices:
+            parse_device(name)
+        if self.metric not in self.quality:
+            raise TypeError(f"lacks {self.metric}")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What every entry of a history has; each has its metrics, too."""
+
+    epoch: int
+    samples: int
+    train_seconds: float
+
+
+@dataclass(frozen=True)
 class RunTimes:
-    """How a run spent its time, and how its policy settled: what a report needs of a timeline, which has megabytes.
+    """How a run spent its time: what a report needs of a timeline, which has megabytes.
 
     Made of the timeline, or read from a published file; both give the same report. Rounds are those of rank 0, as all
     ranks pass the same ones.
@@ -69,8 +107,6 @@ class RunTimes:
     rounds: int = 0
     communication_ms: float | None = None  # mean of a round
     wait_ms: float | None = None
-    gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML: [mean percent, seconds below 5 percent]
-    calibration: list[dict[str, Any]] = field(default_factory=list)  # per epoch: anchor, counts, shares, lr_scale
 
     @classmethod
     def of(cls, timeline: Timeline) -> "RunTimes":
@@ -87,54 +123,11 @@ class RunTimes:
             rounds=len(rounds),
             communication_ms=sum(one.cost_ms for one in rounds) / len(rounds) if rounds else None,
             wait_ms=sum(one.wait_ms for one in rounds) / len(rounds) if rounds else None,
-            gpus=_gpus(timeline),
-            calibration=calibration_of(timeline.events),
         )
 
     @property
     def accounts(self) -> list[Account]:
         return [Account(rank, seconds) for rank, seconds in enumerate(self.seconds)]
-
-    @property
-    def anchor(self) -> float | None:
-        """Of the last window, in a local policy."""
-        known = [entry["anchor"] for entry in self.calibration if "anchor" in entry]
-        return float(known[-1]) if known else None
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "RunTimes":
-        """Of a published file, whose checksum `uneven bench check` compares; TypeError where a field is not known."""
-        return cls(**{name: value for name, value in record.items() if name != "round_sample"})  # no report needs it
-
-
-def calibration_of(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """What rank 0's policy had settled upon at the end of each epoch; without epochs, at the end."""
-    known: dict[str, Any] = {}
-    found: list[dict[str, Any]] = []
-    for event in events:
-        if event.rank != 0:
-            continue
-        fields = event.fields
-        if "anchor" in fields:
-            known["anchor"] = round(float(fields["anchor"]), 2)
-        if event.kind in ("share", "shares", "counts"):
-            shares = fields["counts"] if event.kind == "counts" else fields["shares"]
-            known["shares"] = [round(float(share), 4) for share in shares]
-        if event.kind == "lr_scale":
-            known["lr_scale"] = round(float(fields["scale"]), 4)
-        if event.kind == "epoch":
-            found.append({"epoch": fields["epoch"], **known})
-    return found or ([{"epoch": None, **known}] if known else [])
-
-
-def _gpus(timeline: Timeline) -> dict[str, list[float]]:
-    """While any device trained; empty without NVML."""
-    spans = [span for lane in timeline.lanes for span in lane.spans if span[0] == "compute"]
-    if not spans:
-        return {}
-    between = min(start for _, start, _ in spans), max(end for _, _, end in spans)
-    mean, idle = mean_sampled(timeline, between), sampled_idle(timeline, between)
-    return {name: [round(mean[name], 2), round(idle.get(name, 0.0), 3)] for name in mean if name.startswith("gpu ")}
 
 
 @dataclass(frozen=True)
@@ -142,42 +135,41 @@ class RunRecord:
     """A finished run: its folder, or its packed file, with what is in summary.json and metrics.jsonl."""
 
     folder: Path
-    summary: dict[str, Any]
+    summary: Summary
     metrics: list[dict[str, Any]]  # one entry per epoch
     packed: dict[str, Any] | None = None  # the whole file of a packed run
 
     @property
+    def key(self) -> tuple[str, str, int]:
+        return self.summary.model, self.summary.mode, self.summary.seed
+
+    @property
+    def name(self) -> str:
+        return "{} {} seed {}".format(*self.key)
+
+    @property
     def model(self) -> str:
-        return str(self.summary["model"])
+        return self.summary.model
 
     @property
     def mode(self) -> str:
-        return str(self.summary["mode"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.summary["seed"])
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.model, self.mode, self.seed
+        return self.summary.mode
 
     @property
     def quality(self) -> float:
-        return float(self.summary["quality"][self.summary["metric"]])
+        return self.summary.quality[self.summary.metric]
 
     @property
     def is_disturbed(self) -> bool:
         """Whether its speed is marked; its quality is valid all the same."""
-        return is_disturbed(self.summary)
+        return self.summary.is_disturbed
 
     @property
     def is_for_speed(self) -> bool:
         """A simulated slow device alone is run for its speed: its quality would repeat another run's."""
         if not self.mode.startswith("solo-"):
             return False
-        device = parse_device(self.summary["devices"][0])
-        asked = (self.summary.get("asked") or {}).get("devices")
+        device, asked = parse_device(self.summary.devices[0]), self.summary.asked.get("devices")
         try:
             return is_lesser_copy(device, parse_devices(asked)) if asked else device.speed < 1.0
         except (InputError, AttributeError, TypeError):  # unlike the device, this record is not checked before
@@ -186,7 +178,7 @@ class RunRecord:
     @property
     def takes_turns(self) -> bool:
         """Its ranks compute one after the other on one GPU: such a run counts for quality only."""
-        return takes_turns([parse_device(name) for name in self.summary["devices"]])
+        return takes_turns([parse_device(name) for name in self.summary.devices])
 
     def times(self) -> RunTimes | None:
         """How it spent its time; None where that is missing or cannot be read."""
@@ -194,8 +186,9 @@ class RunRecord:
             timeline = read_timeline(self.folder)
             return None if timeline is None else RunTimes.of(timeline)
         try:
-            return RunTimes.from_json(self.packed["times"])
-        except (KeyError, TypeError, AttributeError):
+            times: RunTimes = read_as(RunTimes, self.packed.get("times"))
+            return times
+        except TypeError:
             return None
 
 
@@ -205,6 +198,20 @@ class BrokenRun:
 
     folder: Path
     reason: str
+
+
+@dataclass(frozen=True)
+class PairedFigures:
+    """What a report needs of a measurement by pairs (bench/efficiency.py)."""
+
+    efficiency: float
+    half_width: float
+    pairs: int
+    batch_size: int | None = None
+    solo_samples_per_s: list[float] = field(default_factory=list)
+    joint_samples_per_s: float = 0.0
+    ratios: list[float] = field(default_factory=list)
+    is_disturbed: bool = False
 
 
 def read_timeline(folder: Path) -> Timeline | None:
@@ -231,7 +238,7 @@ def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
 
 def median_of(name: str, runs: Sequence[RunRecord]) -> float:
     """Of a figure in the runs' summaries."""
-    return float(statistics.median(run.summary[name] for run in runs))
+    return float(statistics.median(getattr(run.summary, name) for run in runs))
 
 
 def single_device(by_mode: Mapping[str, Sequence[RunRecord]]) -> str | None:
@@ -244,11 +251,13 @@ def single_device(by_mode: Mapping[str, Sequence[RunRecord]]) -> str | None:
     return max(alone, key=lambda mode: alone[mode]) if alone else None
 
 
-def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+def read_efficiency(runs: Sequence[RunRecord]) -> PairedFigures | None:
     """The paired measurement beside the runs of a mode; None if there is none that can be read."""
-    paired = read_json(runs[0].folder.parent / EFFICIENCY)
-    shape: Shape = dict.fromkeys(("efficiency", "half_width", "pairs"), is_number)
-    return paired if fits(paired, shape) else None
+    try:
+        found: PairedFigures = read_as(PairedFigures, read_json(runs[0].folder.parent / EFFICIENCY))
+        return found
+    except TypeError:
+        return None
 
 
 def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
@@ -279,8 +288,8 @@ def _sorted_out(runs: Sequence[RunRecord | BrokenRun]) -> tuple[list[RunRecord],
     broken = [run for run in runs if isinstance(run, BrokenRun)]
     for run in runs:
         if isinstance(run, RunRecord) and (known := first.setdefault(run.key, run)) is not run:
-            what = f"{run.model} {run.mode} seed {run.seed}"
-            broken.append(BrokenRun(run.folder, f"holds {what}, as {known.folder} does: it was copied or moved"))
+            why = f"holds {run.name}, as {known.folder} does: it was copied or moved"
+            broken.append(BrokenRun(run.folder, why))
     return list(first.values()), broken
 
 
@@ -333,71 +342,58 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
     """The run in a folder or in its packed file, finished or not."""
     packed = folder.with_name(f"{folder.name}.json")
     has_ended = any((folder / name).is_file() for name in ("summary.json", FAILURE))
-    return read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
+    try:
+        return _read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        return BrokenRun(packed if packed.is_file() and not has_ended else folder, str(error))
 
 
 def _read_folder(folder: Path) -> RunRecord | BrokenRun:
-    failure, summary = read_json(folder / FAILURE), read_json(folder / "summary.json")
+    failure = read_json(folder / FAILURE)
     if isinstance(failure, dict):  # a run that ends well takes it away: it is newer than a summary beside it
         return BrokenRun(folder, str(failure.get("reason", "failed")))
     if not (folder / "summary.json").is_file():
         return BrokenRun(folder, "not finished: there is no summary.json")
-    if (fault := _fault(summary)) is not None:
-        return BrokenRun(folder, f"summary.json {fault}")
+    summary = _read_summary(read_json(folder / "summary.json"), "summary.json")
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
+        return RunRecord(folder, summary, _epochs(lines, summary.metric))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
-    if (metrics := _epochs(lines, summary["metric"])) is None:
-        return BrokenRun(folder, "metrics.jsonl cannot be read (a line is no entry of an epoch)")
-    return RunRecord(folder, summary, metrics)
 
 
-def read_packed(path: Path) -> RunRecord | BrokenRun:
+def _read_packed(path: Path) -> RunRecord | BrokenRun:
     """The run in a packed file, whole or not."""
     packed = read_json(path)
     if not isinstance(packed, dict) or packed.get("version") != PACKED_VERSION:
         return BrokenRun(path, f"is no packed run of version {PACKED_VERSION}")
-    if (fault := _fault(packed.get("summary"))) is not None:
-        return BrokenRun(path, f"its summary {fault}")
-    try:
-        columns, rows = packed["metrics"]["columns"], packed["metrics"]["rows"]
-        metrics = _epochs([dict(zip(columns, row, strict=True)) for row in rows], packed["summary"]["metric"])
-    except (KeyError, TypeError, ValueError) as error:
-        return BrokenRun(path, f"its metrics cannot be read ({error})")
-    if metrics is None:
-        return BrokenRun(path, "its metrics cannot be read (a row is no entry of an epoch)")
-    run = RunRecord(path, packed["summary"], metrics, packed)
-    if (run.model, run.mode, f"seed-{run.seed}.json") != path.absolute().parts[-3:]:
-        return BrokenRun(path, f"holds {run.model} {run.mode} seed {run.seed}: it was changed, copied or moved")
+    summary = _read_summary(packed.get("summary"), "its summary")
+    columns, rows = packed["metrics"]["columns"], packed["metrics"]["rows"]
+    metrics = _epochs([dict(zip(columns, row, strict=True)) for row in rows], summary.metric)
+    run = RunRecord(path, summary, metrics, packed)
+    if (run.model, run.mode, f"seed-{summary.seed}.json") != path.absolute().parts[-3:]:
+        return BrokenRun(path, f"holds {run.name}: it was changed, copied or moved")
     return run
 
 
-def _fault(summary: Any) -> str | None:
-    """Why nothing can be told of a run with this summary; None if it is whole."""
-    if not isinstance(summary, dict):
-        return "cannot be read"
-    if summary.get("version") != SUMMARY_VERSION:
-        return f"is of version {summary.get('version')!r}, this is {SUMMARY_VERSION}"
-    missing = [key for key in NEEDED if key not in summary]
-    if missing:
-        return f"lacks {', '.join(missing)}"
-    wrong = [name for name, shape in SUMMARY.items() if not fits(summary.get(name), shape)]
-    if wrong:
-        return f"has no usable {', '.join(wrong)}"
-    return None if fits(summary["quality"], {summary["metric"]: is_number}) else f"lacks {summary['metric']}"
-
-
-def _is_device(name: Any) -> bool:
+def _read_summary(found: Any, what: str) -> Summary:
+    """TypeError says why nothing can be told of a run with this summary."""
+    if not isinstance(found, dict):
+        raise TypeError(f"{what} cannot be read")
+    if found.get("version") != SUMMARY_VERSION:
+        raise TypeError(f"{what} is of version {found.get('version')!r}, this is {SUMMARY_VERSION}")
     try:
-        return isinstance(name, str) and parse_device(name) is not None
-    except InputError:
-        return False
+        summary: Summary = read_as(Summary, {name: one for name, one in found.items() if one is not None})
+        return summary
+    except (TypeError, InputError) as error:
+        raise TypeError(f"{what} {error}") from None
 
 
-def _epochs(entries: Sequence[Any], metric: str) -> list[dict[str, Any]] | None:
-    """The epochs of a history, each without what it does not know; None where one lacks what every figure needs."""
-    needed: dict[str, Shape] = dict.fromkeys(("epoch", "samples", "train_seconds"), is_number)
-    if not fits(entries, [{**needed, "train_loss": optional(is_figure), metric: optional(is_figure)}]):
-        return None
+def _epochs(entries: Sequence[Any], metric: str) -> list[dict[str, Any]]:
+    """The epochs of a history, each without what it does not know; TypeError where one lacks what figures need."""
+    for entry in entries:
+        read_as(Epoch, entry)
+        for name in ("train_loss", metric):  # those of a run that has diverged are NaN
+            if not isinstance(value := entry.get(name), int | float | None) or isinstance(value, bool):
+                raise TypeError(f"{name} {value!r} is no number")
     return [{key: value for key, value in entry.items() if value is not None} for entry in entries]

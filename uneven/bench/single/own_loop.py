@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from uneven import Ddp
-from uneven.bench.single.modes import resolve_mode
-from uneven.bench.single.run import Order, finish_run, make_config, make_task
+from uneven.bench.modes import resolve_mode
+from uneven.bench.orders import Order
+from uneven.bench.single.run import finish_run, make_config, make_task
 
 
 def train(order: Order) -> None:

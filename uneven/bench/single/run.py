@@ -8,12 +8,12 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -22,12 +22,14 @@ from uneven.api.loop_inputs import check_loop
 from uneven.bench import models
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import KINDS, TensorSet, load_set
-from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION, write_file
-from uneven.bench.single.modes import Mode, resolve_mode, run_folder
-from uneven.bench.undisturbed import measure_undisturbed
+from uneven.bench.modes import Mode, resolve_mode
+from uneven.bench.orders import Order
+from uneven.bench.single.folders import FAILURE, MachineFacts, RunRecord, Summary, read_run, write_file
+from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
+from uneven.files import json_text
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.gpus import usable_devices
@@ -41,39 +43,10 @@ from uneven.timeline.page import write_page
 from uneven.train.segment import RankResult, Worker, evaluate_alone, train_with_torch_ddp
 
 EVAL_BATCH = 1000
-NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # fields of Order that do not affect training
+NOT_ASKED = ("out", "progress", "repeat", "time_limit_s")  # fields of Order that do not affect training
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """The settings of a run; None means the recipe's value."""
-
-    model: str
-    mode: str = "solo-0"
-    devices: str | None = None  # None: the mode's own
-    data: str | None = None
-    batch_size: int | None = None
-    global_batch_size: int | None = None  # of all devices together, in an exact mode
-    epochs: int | None = None
-    samples: int | None = None  # train on this many samples, from the start of the data set
-    eval_samples: int | None = None  # evaluate on this many samples, from the start of the test set
-    seed: int = 0
-    precision: str = "fp32"
-    compile: str = "off"
-    lr_scale: float | str | None = None  # None: the policy's rule
-    eval_every: int | None = None  # in epochs; None: every epoch, or in mode sync once, at the end
-    out: Path = Path("runs")
-    progress: str = "auto"
-    repeat_limit_s: float = 0.0  # a disturbed run is repeated once if it took no longer than this
-    time_limit_s: float | None = None  # StoppedError if the run is not finished by then
-
-    @property
-    def folder(self) -> Path:
-        """Where the run's results go."""
-        return run_folder(self.out, self.model, self.mode, self.seed)
-
-
-def run_single(order: Order) -> "PrintedSummary":
+def run_single(order: Order) -> Summary:
     """Train, evaluate and write the folder; returns the summary. A disturbed run may be repeated, see Order."""
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
@@ -82,13 +55,12 @@ def run_single(order: Order) -> "PrintedSummary":
     task, config = make_task(order), make_config(order, mode)
     train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
     summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
-    is_disturbed, found = interference.is_disturbed, interference.to_json()
-    marked: PrintedSummary = {**summary, "is_disturbed": is_disturbed, "interference": found}
-    write_summary(order.folder, marked)
-    return marked
+    summary = replace(summary, **to_marks(interference))
+    write_summary(order.folder, summary)
+    return summary
 
 
-def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> "Summary":
+def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> Summary:
     with _confined_to(mode.cores):
         program = _train_as_torch_ddp if mode.is_torch_ddp else None
         run = launch(task, config, title=f"{order.model} {order.mode}", program=program, keeps=False)
@@ -150,7 +122,7 @@ def make_config(order: Order, mode: Mode) -> RunConfig:
     )
 
 
-def _train_own_loop(order: Order, config: RunConfig) -> "Summary":
+def _train_own_loop(order: Order, config: RunConfig) -> Summary:
     """Start own_loop.py as `uneven run` starts scripts; its rank 0 writes the folder, and the summary is read back."""
     if order.eval_every is not None:
         raise InputError(
@@ -163,11 +135,12 @@ def _train_own_loop(order: Order, config: RunConfig) -> "Summary":
     reporter = Reporter("off" if order.progress == "off" else "lines")
     record = json.dumps({**vars(order), "out": str(order.out)})
     run_on_ranks(Script(Path(__file__).with_name("own_loop.py"), (record,)), devices, reporter, keeps=False)
-    summary: Summary = json.loads((order.folder / "summary.json").read_text())
-    return summary
+    run = read_run(order.folder)
+    assert isinstance(run, RunRecord), "its rank 0 has written it"
+    return run.summary
 
 
-def finish_run(order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState) -> "Summary":
+def finish_run(order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState) -> Summary:
     """Evaluate the trained state and write the rest of its folder; returns the summary."""
     assert task.evaluation is not None, "every recipe is evaluated"
     recipe = models.get(order.model)
@@ -189,53 +162,6 @@ def measure_quality(
     return evaluate_alone(model, recipe.eval_step, test, device, EVAL_BATCH)
 
 
-class MachineFacts(TypedDict):
-    """Where a run was made."""
-
-    processor: str
-    torch: str
-    uneven: str
-
-
-class Summary(TypedDict):
-    """What is to know about a run: summary.json."""
-
-    version: int
-    model: str
-    mode: str
-    data: str
-    devices: list[str]
-    seed: int
-    epochs: int
-    batch_size: int
-    global_batch_size: int | str | None
-    precision: str
-    compile: str
-    lr_scale: float | str | None
-    eval_samples: int | None
-    asked: dict[str, Any]
-    metric: str
-    quality: dict[str, float]
-    published: float | None
-    samples: int
-    dropped: int
-    train_seconds: float
-    samples_per_s: float
-    wall_seconds: float
-    shares: Any
-    sample_shares: list[float]
-    backend: str | None
-    peak_memory_bytes: int
-    machine: MachineFacts
-
-
-class PrintedSummary(Summary):
-    """With what other programs did meanwhile."""
-
-    interference: dict[str, Any] | None
-    is_disturbed: bool
-
-
 def _summary(
     order: Order,
     recipe: Recipe,
@@ -246,58 +172,52 @@ def _summary(
 ) -> Summary:
     assert state.timeline is not None, "a joined run has a timeline"
     account = max(state.timeline.accounts, key=lambda rank: rank.training_s)
-    return {
-        "version": SUMMARY_VERSION,
-        "model": order.model,
-        "mode": order.mode,
-        "data": order.data or recipe.data,
-        "devices": list(devices),
-        "seed": order.seed,
-        "epochs": config.epochs,
-        "batch_size": config.batch_size,
-        "global_batch_size": config.global_batch_size,
-        "precision": config.precision,
-        "compile": config.compile,
-        "lr_scale": config.lr_scale,
-        "eval_samples": order.eval_samples,
-        "asked": {name: value for name, value in vars(order).items() if name not in NOT_ASKED},
-        "metric": recipe.metric,
-        "quality": quality,
-        "published": recipe.published.value if recipe.published else None,
-        "samples": state.samples,
-        "dropped": sum(samples for _, _, _, samples in state.dropped),
-        "train_seconds": account.training_s,
-        "samples_per_s": state.samples / account.training_s,
-        "wall_seconds": account.wall_s,
-        "shares": account.shares,
-        "sample_shares": [own / max(1, state.samples) for own in state.rank_samples],
-        "backend": config.backend if len(devices) > 1 else None,
-        "peak_memory_bytes": _peak_memory(state),
-        "machine": {
-            "processor": _processor(devices[0]),
-            "torch": torch.__version__,
-            "uneven": uneven.__version__,
-        },
-    }
+    return Summary(
+        model=order.model,
+        mode=order.mode,
+        data=order.data or recipe.data,
+        devices=list(devices),
+        seed=order.seed,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        global_batch_size=config.global_batch_size,
+        precision=config.precision,
+        compile=config.compile,
+        lr_scale=config.lr_scale,
+        eval_samples=order.eval_samples,
+        asked={name: value for name, value in vars(order).items() if name not in NOT_ASKED},
+        metric=recipe.metric,
+        quality=quality,
+        published=recipe.published.value if recipe.published else None,
+        samples=state.samples,
+        dropped=sum(samples for _, _, _, samples in state.dropped),
+        train_seconds=account.training_s,
+        samples_per_s=state.samples / account.training_s,
+        wall_seconds=account.wall_s,
+        shares=dict(account.shares),
+        sample_shares=[own / max(1, state.samples) for own in state.rank_samples],
+        backend=config.backend if len(devices) > 1 else None,
+        peak_memory_bytes=_peak_memory(state),
+        machine=MachineFacts(_processor(devices[0]), torch.__version__, uneven.__version__),
+    )
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    write_file(folder / "summary.json", json.dumps(summary, indent=1))
+def write_summary(folder: Path, summary: Summary) -> None:
+    write_file(folder / "summary.json", json_text(summary))
     with suppress(FileNotFoundError):
         (folder / FAILURE).unlink()  # of an earlier attempt
 
 
 def _write_page(folder: Path, state: TrainedState, summary: Summary) -> None:
     assert state.timeline is not None, "a joined run has a timeline"
-    metric = summary["metric"]
     facts = {
-        "data": f"{summary['data']}, {summary['epochs']} epochs",
-        "devices": ", ".join(summary["devices"]),
-        metric: f"{summary['quality'][metric]:.4f}",
-        "training": f"{summary['train_seconds']:.1f} s, {summary['samples_per_s']:,.0f} samples/s",
-        "machine": f"{summary['machine']['processor']}, torch {summary['machine']['torch']}",
+        "data": f"{summary.data}, {summary.epochs} epochs",
+        "devices": ", ".join(summary.devices),
+        summary.metric: f"{summary.quality[summary.metric]:.4f}",
+        "training": f"{summary.train_seconds:.1f} s, {summary.samples_per_s:,.0f} samples/s",
+        "machine": f"{summary.machine.processor}, torch {summary.machine.torch}",
     }
-    title = f"{summary['model']} {summary['mode']}, seed {summary['seed']}"
+    title = f"{summary.model} {summary.mode}, seed {summary.seed}"
     # Without bokeh, which is an extra, a run has everything but its page.
     with suppress(MachineError):
         write_page(folder / "timeline.html", state.timeline, state.history, title, facts)

@@ -14,19 +14,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from uneven.bench.interval import interval
 from uneven.bench.models import gpt
+from uneven.bench.orders import StrategiesOrder
 from uneven.bench.single.process import Child, Ended
 from uneven.bench.strategies.memory import SHARDED_BY_LAYER, SHARDED_CATEGORIES, Held
 from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, StrategyTask, reference_of
 from uneven.bench.undisturbed import mark, measure_undisturbed, to_marks
 from uneven.comm.store import open_store
 from uneven.errors import InputError, RankError
-from uneven.hardware.cores import CorePlan, assign_cores, available_cores
+from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.interference import Interference
 from uneven.hardware.preflight import check_device
@@ -42,20 +43,7 @@ GRACE_S = 5.0  # for the other ranks to notice that one has failed
 AS_FAST = 0.97  # the lower end of the interval of "at least as fast"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategiesOrder:
-    model: str = "gpt"
-    device: str = "cpu"  # all ranks on it
-    ranks: int = 4
-    shares: tuple[float, ...] | None = None
-    steps: int = 6
-    only: tuple[str, ...] | None = None  # None: all rows, without Muon's in a quick run
-    is_quick: bool = False
-    pairs: int = 30
-    redundancy: int = 0  # of zero1, zero2 and fsdp
-
-
-@dataclass(frozen=True)
+@dataclass
 class StrategyRow:
     """One strategy; `ranks` has each rank's measurements, or `cause` says why there are none."""
 
@@ -65,6 +53,10 @@ class StrategyRow:
     loss_difference: float = math.nan
     is_disturbed: bool = False
     interference: dict[str, Any] | None = None
+    is_good: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_good = self.cause is None and self.is_in_sync
 
     @property
     def largest(self) -> dict[str, Any]:
@@ -76,10 +68,6 @@ class StrategyRow:
         """Replicated params are bit-equal on all ranks, and the model is within MOST_DRIFT of one rank's."""
         drift: float = self.ranks[0]["drift"]
         return not any(rank["unequal"] for rank in self.ranks) and drift <= MOST_DRIFT[reference_of(self.name)]
-
-    @property
-    def is_good(self) -> bool:
-        return self.cause is None and self.is_in_sync
 
     @property
     def summary(self) -> str:
@@ -97,7 +85,7 @@ class StrategyRow:
         return [own / sum(sharded) for own in sharded]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Paired:
     """Seconds per step of two strategies in alternating segments; a ratio above 1 means that ours is faster."""
 
@@ -107,20 +95,54 @@ class Paired:
     their_s: list[float]
     is_disturbed: bool = False
     interference: dict[str, Any] | None = None
+    interval: tuple[float, float] = field(init=False)
+    is_as_fast: bool | None = field(init=False)  # null if the pairs were disturbed
 
-    def interval(self) -> tuple[float, float]:
-        return interval([b / a for a, b in zip(self.our_s, self.their_s, strict=True)])
+    def __post_init__(self) -> None:
+        self.interval = interval([b / a for a, b in zip(self.our_s, self.their_s, strict=True)])
+        mean, half = self.interval
+        self.is_as_fast = None if self.is_disturbed else mean - half > AS_FAST
 
-    @property
-    def is_as_fast(self) -> bool | None:
-        """None if the pairs were disturbed."""
-        mean, half = self.interval()
-        return None if self.is_disturbed else mean - half > AS_FAST
+
+@dataclass(frozen=True)
+class RowsDocument:
+    """What --json prints."""
+
+    order: StrategiesOrder
+    rows: list[StrategyRow]
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class PairsDocument:
+    """What --paired --json prints."""
+
+    order: StrategiesOrder
+    pairs: list[Paired]
+    version: int = 1
+
+
+def resolved(order: StrategiesOrder) -> StrategiesOrder:
+    """With the defaults that depend on the rest; InputError for what does not go together."""
+    quick, paired = order.is_quick, order.is_paired
+    shares = order.shares
+    if shares is not None and order.ranks not in (None, len(shares)):
+        raise InputError(f"--nproc {order.ranks} with --shares {shares}: give one share per rank, or leave --nproc out")
+    if paired and shares is not None:
+        raise InputError("--paired with --shares: PyTorch's strategies have equal shares only; leave --shares out")
+    if paired and order.redundancy:
+        raise InputError("--paired with --redundancy: PyTorch's strategies keep no copies; leave --redundancy out")
+    return replace(
+        order,
+        model=order.model or ("gpt-small" if quick else "gpt-medium" if paired else "gpt"),
+        ranks=order.ranks or (len(shares) if shares else 2 if quick or paired else 4),
+        steps=order.steps or (3 if paired else 4 if quick else 6),
+    )
 
 
 def measure_strategies(order: StrategiesOrder, report: Callable[[str], None]) -> list[StrategyRow]:
     """All rows in turn; `report` gets lines of progress. A row that fails has its `cause`, and the others still run."""
-    _check(order)
+    order = _checked(order)
     rows: list[StrategyRow] = []
     with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
         names = _rows(order)
@@ -142,7 +164,7 @@ def measure_strategies(order: StrategiesOrder, report: Callable[[str], None]) ->
 
 def measure_pairs(order: StrategiesOrder, report: Callable[[str], None]) -> list[Paired]:
     """Our strategies against PyTorch's in alternating segments; RankError if one cannot be trained."""
-    _check(order)
+    order = _checked(order)
     pairs = []
     with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
         for ours, theirs in PAIRS:
@@ -161,35 +183,6 @@ def _run_undisturbed(task: StrategyTask, folder: Path) -> tuple[list[dict[str, A
     return measure_undisturbed(lambda: run_ranks(task, folder / f"{next(attempts)}"))
 
 
-class RowsDocument(TypedDict):
-    """What --json prints."""
-
-    version: int
-    order: StrategiesOrder
-    rows: list[dict[str, Any]]
-
-
-class PairsDocument(TypedDict):
-    """What --paired --json prints."""
-
-    version: int
-    order: StrategiesOrder
-    pairs: list[dict[str, Any]]
-
-
-def rows_to_json(order: StrategiesOrder, rows: Sequence[StrategyRow]) -> RowsDocument:
-    return {"version": 1, "order": order, "rows": [{**asdict(row), "is_good": row.is_good} for row in rows]}
-
-
-def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> PairsDocument:
-    records = []
-    for pair in pairs:
-        mean, half = pair.interval()
-        interval_of = [mean, half if math.isfinite(half) else None]  # one pair has none
-        records.append({**asdict(pair), "interval": interval_of, "is_as_fast": pair.is_as_fast})
-    return {"version": 1, "order": order, "pairs": records}
-
-
 def _rows(order: StrategiesOrder) -> list[str]:
     """The rows to run, in the order of ROWS; each brings the row that it is compared with."""
     chosen = set(ROWS if order.only is None else order.only)
@@ -200,14 +193,15 @@ def _rows(order: StrategiesOrder) -> list[str]:
 
 
 def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = None) -> StrategyTask:
-    ranks = 1 if name in ALONE else order.ranks
-    plan = _cores(ranks)
+    ranks = 1 if name in ALONE else order.ranks or 1
+    # Cores as for CPU ranks; ranks that share a GPU need them too, since Gloo sums on the host.
+    plan = assign_cores(parse_devices(["cpu"] * ranks), available_cores())
     return StrategyTask(
         row=name,
-        model=order.model,
+        model=order.model or "",
         ranks=ranks,
         shares=None if order.shares is None or name in ALONE else list(order.shares),
-        steps=LEAST_STEPS if name in MUONS else order.steps,
+        steps=LEAST_STEPS if name in MUONS else order.steps or LEAST_STEPS,
         device=order.device,
         cores=[list(cores) for cores in plan.cores],
         threads=list(plan.threads),
@@ -218,16 +212,12 @@ def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = N
     )
 
 
-def _cores(ranks: int) -> CorePlan:
-    """Cores as for CPU ranks; ranks that share a GPU need them too, since Gloo sums on the host."""
-    return assign_cores(parse_devices(["cpu"] * ranks), available_cores())
-
-
-def _check(order: StrategiesOrder) -> None:
-    gpt.size_of(order.model)
-    if not 1 < order.ranks <= BATCH:
+def _checked(order: StrategiesOrder) -> StrategiesOrder:
+    order = resolved(order)
+    gpt.size_of(order.model or "")
+    if not 1 < (order.ranks or 0) <= BATCH:
         raise InputError(f"--nproc {order.ranks} must be from 2 to {BATCH}, the samples of a batch")
-    if order.steps < LEAST_STEPS:
+    if (order.steps or 0) < LEAST_STEPS:
         raise InputError(f"--steps {order.steps} must be at least {LEAST_STEPS}: the first two are warm-up")
     if order.shares is not None:
         try:
@@ -241,6 +231,7 @@ def _check(order: StrategiesOrder) -> None:
     if device.speed != 1.0 or device.percent is not None:
         raise InputError(f"--device {order.device!r} must be cpu or a whole GPU, as in cuda:0")
     check_device(device)
+    return order
 
 
 def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:

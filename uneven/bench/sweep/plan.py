@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
+from uneven.bench.modes import JOINT, OWN_LOOP, resolve_mode, run_folder
+from uneven.bench.orders import SweepOrder
 from uneven.bench.single.folders import (
     EFFICIENCY,
     EQUAL_TIME,
@@ -29,7 +31,6 @@ from uneven.bench.single.folders import (
     read_runs,
     single_device,
 )
-from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode, run_folder
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
 from uneven.hardware.device import Device, is_lesser_copy, parse_devices, takes_turns
@@ -40,31 +41,6 @@ QUICK_EPOCHS = 2
 SEEDS = 5
 SPEED_EPOCHS = {"cpu": 1, "cuda": 5}  # an epoch of a small model takes less than a second on a GPU
 SAFE = 0.98  # of the single device's time: the next run may be slower than the last one by chance
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOrder:
-    """The settings of a sweep. None means all models, all modes, and each model's own data, batch size and epochs."""
-
-    models: tuple[str, ...] | None = None
-    modes: tuple[str, ...] | None = None
-    seeds: int | None = None  # None: 5, or one of a quick sweep
-    devices: str = PAIR
-    is_quick: bool = False
-    data: str | None = None  # instead of MNIST
-    samples: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    global_batch_size: int | None = None  # of the exact modes and torch-ddp
-    lr_scale: float | None = None  # of the same modes: their batches are larger than one device's
-    precision: str = "fp32"
-    compile: str = "off"
-    has_efficiency: bool = False  # measure it by pairs, once per model and mode
-    has_equal_time: bool = False  # [Note: runs at equal time]
-    out: Path = Path("runs")
-    is_forced: bool = False
-    jobs: int = 1  # of [Note: several runs at once]
-    command: str = ""  # as it was typed, for the report
 
 
 @dataclass(frozen=True)
@@ -170,7 +146,7 @@ def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> i
     if single is None or runs[0].takes_turns:
         return None
     allowed_s, own_s = (median_of("train_seconds", for_speed(some)) for some in (by_mode[single], runs))
-    own = int(runs[0].summary["epochs"])
+    own = runs[0].summary.epochs
     epochs = int(SAFE * allowed_s * own / own_s)
     return epochs if epochs > own else None
 

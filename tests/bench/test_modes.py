@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from uneven import InputError, TrainedState
-from uneven.bench.single import modes
-from uneven.bench.single.modes import Mode, resolve_mode
-from uneven.bench.single.run import Order, make_config, run_single
+from uneven.bench import modes
+from uneven.bench.modes import Mode, resolve_mode
+from uneven.bench.orders import Order
+from uneven.bench.single.run import make_config, run_single
 
 
 def test_modes_name_devices_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +50,9 @@ def test_torch_ddp_and_ours_train_the_same_model(tmp_path: Path) -> None:
     order: dict[str, Any] = {"model": "mlp", "data": "mnist-mini", "epochs": 1, "samples": 325, "batch_size": 32}
     states, files = [], []
     for mode in ("torch-ddp", "cpu-sync", "sync"):
-        summary = run_single(Order(**order, mode=mode, devices="cpu,cpu", out=tmp_path, progress="off"))
-        assert summary["samples"] == 325
-        assert sum(summary["sample_shares"]) == pytest.approx(1)
+        summary = run_single(Order(**order, mode=mode, devices="cpu,cpu", out=tmp_path, progress="off", repeat=False))
+        assert summary.samples == 325
+        assert sum(summary.sample_shares) == pytest.approx(1)
         folder = tmp_path / "mlp" / mode / "seed-0"
         states.append(TrainedState.load(folder))
         files.append({path.name for path in folder.iterdir()})

@@ -1,7 +1,7 @@
 """The modes of the benchmark: a mode fixes the devices, the policy and the backend of a run.
 
 solo-N        the N-th device alone, on the cores that it has among the others
-sync          equal batches through `Ddp.setup` and a user-written loop (own_loop.py); one device is enough
+sync          equal batches through `Ddp.setup` and a user-written loop (single/own_loop.py); one device is enough
 cpu-sync      equal batches on all devices, gradients summed over Gloo
 cpu-balanced  the same with batches by speed
 cpu-cadence   each device steps by itself; params are averaged in rounds that it waits for
