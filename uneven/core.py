@@ -36,7 +36,7 @@ import inspect
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -156,6 +156,11 @@ class StepShares:
         self._sizes.clear()
         self.step, self._order = step, order
         self._asked_s = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Between `start` and `stop`."""
+        return self._clock.is_running
 
     def start(self, before_s: float | None = None) -> None:
         """This rank's own work in the step begins; `before_s` of it lie behind, such as reading the batch.
@@ -355,20 +360,20 @@ class StepSampler(BatchSampler):
     def __init__(self, order: Order, shares: StepShares, *, pieces: int = 1, drop_last: bool = False) -> None:
         """`order`: all samples of an epoch, in the same order on every rank. `drop_last`: the short step at its end."""
         super().__init__(order, shares.samples, drop_last)
+        self.sampler: Any = order  # accelerate puts another one in its place when it loads a state
         if pieces < 1:
             raise InputError(f"pieces={pieces} must be at least 1: the batches of a step on each rank")
-        self._order = order
         self.shares, self.pieces = shares, pieces
         self.epoch = 0
         self.skip = 0  # steps to leave out at the beginning of the next epoch: those that were trained before
         self.own: dict[tuple[int, int], int] = {}  # (step, piece) -> samples that count, until the step is over
         if self.steps < 1:
-            raise InputError(f"drop_last leaves no step: {len(self._order)} samples an epoch, {shares.samples} a step")
+            raise InputError(f"drop_last leaves no step: {len(self.sampler)} samples an epoch, {shares.samples} a step")
 
     @property
     def steps(self) -> int:
         """Optimizer steps of an epoch."""
-        whole, rest = divmod(len(self._order), self.shares.samples)
+        whole, rest = divmod(len(self.sampler), self.shares.samples)
         return whole + (rest > 0 and not self.drop_last)
 
     def __len__(self) -> int:
@@ -381,7 +386,7 @@ class StepSampler(BatchSampler):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(self._order)
+        order = list(self.sampler)
         skip, self.skip = self.skip, 0
         first = self.epoch * self.steps
         self.own.clear()
@@ -426,16 +431,27 @@ def loss_uses_count(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     params = inspect.signature(model.forward).parameters.values()
     if not any(param.name == "num_items_in_batch" or param.kind is param.VAR_KEYWORD for param in params):
         return False
+    follows = follows_count(model, lambda count: _loss_of(model(**batch, num_items_in_batch=count)))
+    if follows is None:
+        raise InputError("the loss of this batch is 0 or not finite: ask with one that has labels to learn from")
+    return follows
+
+
+def follows_count(model: nn.Module, loss_of: Callable[[torch.Tensor], float]) -> bool | None:
+    """Whether a loss is divided by the count that it is given, computed twice by this model in eval mode.
+
+    None where it cannot be told: the loss is 0 or not finite.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
-            few, many = (_loss_of(model(**batch, num_items_in_batch=torch.tensor(count))) for count in COUNTS)
+            few, many = (loss_of(torch.tensor(count)) for count in COUNTS)
     finally:
         for module, mode in modes.items():
             module.training = mode
     if not 0.0 < abs(few) < float("inf"):
-        raise InputError(f"the loss of this batch is {few}: ask with one that has labels to learn from")
+        return None
     return abs(few / many - COUNTS[1] / COUNTS[0]) < 1e-2 if many else False
 
 

@@ -54,6 +54,11 @@ def process_context() -> "ProcessContext":
     return _contexts[0]
 
 
+def present_context() -> "ProcessContext | None":
+    """That of a process which a launcher of ours has placed, or `uneven run` runs its script in; it makes none."""
+    return _contexts[0] if _contexts else None
+
+
 def make_context(
     started: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> "ProcessContext":
