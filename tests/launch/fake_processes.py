@@ -1,7 +1,13 @@
-"""Rank processes as a watch sees them, without any: a test says with which codes they end."""
+"""Rank processes as a watch sees them, without any: a test says with which codes they end. And some that run."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
+from uneven.launch.local_ranks import LocalRanks, RunPlan
 
 
 class FakeProcesses:
@@ -35,3 +41,10 @@ class FakeProcesses:
 
     def give_up(self, number: int) -> None:
         raise AssertionError(f"process {number} is given up")
+
+
+def local_cpus(folder: Path, count: int) -> LocalRanks:
+    """Processes of a run that has no store: they fail before long."""
+    roster = Roster.on_one_machine(parse_devices(",".join(["cpu"] * count)))
+    plan = RunPlan(roster, tuple(f"vm/cpu/{rank}" for rank in range(count)), ("127.0.0.1", 1))
+    return LocalRanks(folder, plan, assign_cores(roster.devices, available_cores()), None, [{}] * count)

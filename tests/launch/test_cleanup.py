@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from uneven.hardware.cores import assign_cores, available_cores
+from tests.launch.fake_processes import local_cpus
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import cleanup
-from uneven.launch.local_ranks import LocalRanks, RunPlan
-from uneven.launch.processes import RankProcesses, describe_exit
+from uneven.launch.processes import describe_exit
 from uneven.train.rank_info import Generation
 
 
@@ -66,8 +65,8 @@ def test_ranks_whose_launcher_is_lost_print_no_frames_of_torch(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     started: list[Mapping[str, str]] = []
-    monkeypatch.setattr(RankProcesses, "_start", lambda self, number, env: started.append(env))
-    RankProcesses(tmp_path, [1, 1])
+    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: started.append(env))
+    local_cpus(tmp_path, 2)
     assert [env["TORCH_CPP_LOG_LEVEL"] for env in started] == [level] * 2
 
 
@@ -125,7 +124,7 @@ def test_a_number_that_went_to_another_process_is_left_alone(
 
 
 def test_a_stopped_process_is_told_apart_and_ended(tmp_path: Path) -> None:
-    ranks = RankProcesses(tmp_path, [1])
+    ranks = local_cpus(tmp_path, 1)
     assert not ranks.stopped()
     os.kill(ranks.pids[0], signal.SIGSTOP)
     os.waitpid(ranks.pids[0], os.WUNTRACED)
@@ -140,8 +139,7 @@ def test_a_stopped_process_is_told_apart_and_ended(tmp_path: Path) -> None:
 
 def test_a_process_that_takes_the_place_of_another_leaves_as_many_files(tmp_path: Path) -> None:
     roster, members = Roster.on_one_machine(parse_devices("cpu")), ("vm/cpu/a",)
-    plan = RunPlan(roster, members, ("127.0.0.1", 1))
-    ranks = LocalRanks(tmp_path, plan, assign_cores(roster.devices, available_cores()), None, [{}])
+    ranks = local_cpus(tmp_path, 1)
     try:
         for lost in range(2):
             ranks.give_up(lost)

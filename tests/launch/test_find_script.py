@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from uneven.errors import InputError
-from uneven.launch.find_script import Script, find_module, find_script, refuse_no_file
+from uneven.launch.find_script import Script, find_module, find_script, refuse_no_file, uses_uneven
 from uneven.launch.script import run_script
-from uneven.launch.script_imports import uses_uneven
 
 # Written to a file, since two processes that write to one terminal may mix their lines.
 TELLS = """

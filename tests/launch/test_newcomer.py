@@ -48,7 +48,7 @@ class Leading:
         )
 
     def begin(self, worker: Worker) -> dict[str, Any]:
-        facts = describe_run(self.environment, RUN, worker, 0, 0)
+        facts = describe_run(self.environment, RUN, worker, 0)
         self.store.set(facts_key(RUN), json.dumps(facts))
         known, model = under(f"run/{RUN}", self.store), worker.engine.model
         known.set("fingerprint/settings/0", json.dumps(describe_order(worker)))
@@ -80,8 +80,8 @@ def test_data_is_not_read_where_nobody_compares_it(leading: Leading) -> None:
     check_newcomer(leading.environment, make_worker(2, 2.0))
     assert "data" in leading.begin(make_worker(0))
     check_newcomer(leading.environment, make_worker(1, 2.0))
-    assert "data" not in describe_run(leading.environment, RUN, make_worker(1), 0, 0)
-    assert "data" not in describe_run(leading.environment, RUN + 1, make_worker(0), 0, 0)
+    assert "data" not in describe_run(leading.environment, RUN, make_worker(1), 0)
+    assert "data" not in describe_run(leading.environment, RUN + 1, make_worker(0), 0)
 
 
 def test_another_model_is_refused(leading: Leading) -> None:

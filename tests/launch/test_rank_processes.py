@@ -27,9 +27,9 @@ from tests.faults import (
     trains,
 )
 from tests.faults import start as start
+from tests.launch.fake_processes import local_cpus
 from uneven.comm.store import get_text
 from uneven.errors import MachineError
-from uneven.launch.processes import RankProcesses
 from uneven.launch.watch import watch
 
 
@@ -43,7 +43,7 @@ def test_a_machine_that_lets_no_process_start_is_told_in_one_line(
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     with pytest.raises(MachineError, match=r"rank 0 does not start \(Resource temporarily .*ulimit -u"):
-        RankProcesses(tmp_path, [1, 1])
+        local_cpus(tmp_path, 2)
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

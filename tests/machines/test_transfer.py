@@ -117,7 +117,7 @@ def test_what_is_not_as_agreed_leaves_nothing(case: str, tmp_path: Path) -> None
 
     def send(connection: Connection) -> None:
         connection.send(**header)
-        connection._sock.sendall(body)
+        connection.sock.sendall(body)
         connection.close()
 
     names = {"a.bin", "../a.bin"} if case == "path" else {"a.bin"}

@@ -112,7 +112,6 @@ class ProcessContext:
         self._rank_info: RankInfo | None = None  # of the current run
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the current run
-        self.starts = 0  # resumes and replays that ranks have planned together: each has keys of its own
         self.leader = reach_leader(environment.door)
         self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
@@ -230,7 +229,7 @@ class ProcessContext:
                 rank_info,
                 config,
                 output,
-                facts=newcomer.describe_run(self.environment, run, worker, self._shared, self.starts),
+                facts=newcomer.describe_run(self.environment, run, worker, self._shared),
                 before_enter=partial(newcomer.check_newcomer, self.environment, worker),
                 on_entered=enter,
             )
@@ -241,7 +240,7 @@ class ProcessContext:
         """Those of the run for a process that joins it, once it has begun, or RefusedError; else `config` itself."""
         if self.ranks.is_newcomer:
             facts = newcomer.await_facts(self.environment.connect(""))
-            self._shared, self.starts = facts["shared"], facts["starts"]
+            self._shared = facts["shared"]
             return newcomer.adopt_settings(config, facts)
         return config
 
@@ -314,6 +313,8 @@ class ProcessContext:
         self._shared += 1
         rank, size = self.environment.rank, self.environment.world_size
         store = self.environment.connect(f"share/{self._shared}")
+        if self.environment.is_launched:
+            self.ranks.await_peers(store)
         await_all(store, rank, size, self.environment.connect(f"run/{self._runs + 1}"))  # where tell_failure writes
         return exchange(store, "value", rank, range(size), value)
 

@@ -1,9 +1,12 @@
 """What `uneven run` runs in every process: a script by its path, or with -m a module by its name, as Python does.
 
-A module is found without importing it or the packages around it: the launcher runs nothing of the user's.
+A module is found, and whether a script uses uneven is read, without importing anything: the launcher runs nothing of
+the user's.
 """
 
-from collections.abc import Mapping, Sequence
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -12,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
+from uneven.machines.code import MOST_FILES, files_of
+
+COMPUTED = ("__import__", "import_module", "exec", "eval", "run_path", "run_module", "spec_from_file_location")
+WELL_KNOWN = (  # packages that training scripts import, and that do not use uneven
+    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "matplotlib", "PIL", "cv2", "sklearn", "tqdm"),
+    *("transformers", "datasets", "tokenizers", "accelerate", "lightning", "timm", "einops", "wandb", "tensorboard"),
+)
 
 
 @dataclass(frozen=True)
@@ -100,3 +110,43 @@ def refuse_no_file(script: Path) -> None:
         raise InputError(f"script {str(script)!r} is a folder; name the script in it, as in {script / 'train.py'}")
     if not script.is_file():
         raise InputError(f"script {str(script)!r}: there is no such file; give its path, as in ./train.py")
+
+
+def uses_uneven(script: Script) -> bool:
+    """False where neither the script nor a module beside it that it imports can import uneven; else True.
+
+    A script that does not would be trained once per device, each time on all of the data. Where imports cannot be
+    followed it runs, and the ranks report at its end whether they were used.
+    """
+    folder = script.folder
+    pending = [script.path.resolve(), *([] if script.package is None else files_of(folder, script.package))]
+    seen = set(pending)
+    while pending:
+        try:
+            tree = ast.parse(pending.pop().read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return True  # Python itself says better what is wrong with it
+        for name in _imported(tree):
+            found = [] if name is None or name == "uneven" else files_of(folder, name)
+            is_known = found or name in WELL_KNOWN or name in sys.stdlib_module_names
+            if not is_known or len(seen) > MOST_FILES:  # a larger project is not judged by its source
+                return True
+            pending += [file for file in found if file not in seen]
+            seen.update(found)
+    return False
+
+
+def _imported(tree: ast.Module) -> Iterator[str | None]:
+    """The top-level names that a module imports; None where a name is computed. Relative imports stay in a package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            package, *modules = (node.module or "").split(".")
+            if (package, modules[:1]) != ("uneven", ["data"]):  # it only reads data sets, as the plain examples do
+                yield package
+        elif isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute)
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in COMPUTED and not (is_method and called == "eval" and not node.args):  # model.eval()
+                yield None

@@ -40,14 +40,19 @@ def train_on_ranks(
     program: Program | None = None,
     listing: Listing | None = None,
 ) -> TrainedState:
-    """Train on one process per device; the state that the ranks collected. `program` trains in place of the worker."""
+    """Train on one process per device; the state that the ranks collected. `program` trains in place of the worker.
+
+    Without a `listing` it is a measurement of these very devices, and not begun again without one.
+    """
 
     def run(left: tuple[Device, ...], without: BegunWithout | None) -> TrainedState:
         own = config if without is None else keep_step_size(begin_without(config, without, left), without)
         content = (task, own, program)
         return run_ranks(content, left, requests, reporter, read_result, listing=listing, without=without)
 
-    return run(devices, None) if program is not None else without_lost(run, devices, reporter)
+    if program is not None or listing is None:
+        return run(devices, None)
+    return without_lost(run, devices, reporter)
 
 
 def without_lost(

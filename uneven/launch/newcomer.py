@@ -56,13 +56,13 @@ def facts_key(run: int) -> str:
     return f"run/{run}/facts"
 
 
-def describe_run(environment: LaunchEnvironment, run: int, worker: Worker, shared: int, starts: int) -> dict[str, Any]:
+def describe_run(environment: LaunchEnvironment, run: int, worker: Worker, shared: int) -> dict[str, Any]:
     """What this run's ranks know beforehand, for somebody who joins; its data where other machines may come.
 
-    `shared` and `starts` count what the ranks of the script have told each other so far.
+    `shared` counts what the ranks of the script have told each other so far.
     """
     config = worker.config
-    facts = {"settings": config.to_json(), "shared": shared, "starts": starts}
+    facts = {"settings": config.to_json(), "shared": shared}
     may_come = run == RUN and environment.door is not None and worker.rank_info.rank == 0
     if may_come and "data" not in config.skipped_checks:
         facts["data"] = describe_sets(worker.task)

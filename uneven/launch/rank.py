@@ -1,4 +1,4 @@
-"""A rank process: `python -P -m uneven.launch.rank FOLDER NUMBER`, started by launch/processes.py.
+"""A rank process: `python -P -m uneven.launch.rank FOLDER NUMBER`, started by launch/local_ranks.py.
 
 The launcher has written FOLDER (private, on this machine): plan-N.json and, for `fit`, the payload and its tensors. The
 process runs one of two programs, the task of the payload or a user's script, in the same process context. It leaves
@@ -185,5 +185,5 @@ def _report_error(
 
 if __name__ == "__main__":
     if sys.version_info < (3, 11):
-        del sys.path[0]  # see OWN_PATH in launch/processes.py
+        del sys.path[0]  # see OWN_PATH in launch/local_ranks.py
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -37,8 +37,7 @@ from uneven.launch.control.listing import Listing, listed
 from uneven.launch.control.rank_log import begin_log
 from uneven.launch.environment import BegunWithout, LaunchEnvironment
 from uneven.launch.external.variables import read_launcher
-from uneven.launch.find_script import Script, refuse_no_file
-from uneven.launch.script_imports import uses_uneven
+from uneven.launch.find_script import Script, refuse_no_file, uses_uneven
 from uneven.launch.signals import SIGNALS, RankSignal, SignalledRequests, Stoppable
 from uneven.machines.code import digest, read_code
 from uneven.results.progress import Reporter

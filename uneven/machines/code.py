@@ -72,11 +72,11 @@ def _digest(path: Path) -> str:
 
 def _imported_files(script: Path, folder: Path, package: str | None) -> set[Path]:
     """The Python files below the folder that the script's imports reach, without the script itself."""
-    pending = [script, *([] if package is None else _files_of(folder, package))]
+    pending = [script, *([] if package is None else files_of(folder, package))]
     seen = set(pending)
     while pending and len(seen) <= MOST_FILES:
         for name in _imported_names(pending.pop()):
-            new = set(_files_of(folder, name)) - seen
+            new = set(files_of(folder, name)) - seen
             seen |= new
             pending += new
     return seen - {script}
@@ -95,7 +95,8 @@ def _imported_names(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _files_of(folder: Path, name: str) -> list[Path]:
+def files_of(folder: Path, name: str) -> list[Path]:
+    """The Python files below the folder that an import of this name reaches."""
     module, package = folder / f"{name}.py", folder / name
     files = [module] if module.is_file() else []
     if package.is_dir() and name != "uneven":  # a checkout of uneven is compared by `package_digest`

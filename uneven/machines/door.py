@@ -1,40 +1,25 @@
 """The leader's door: a socket on one address, behind which only those get who know the token.
 
-One thread talks to all strangers. Each of them has a few hundred bytes and a few seconds to prove the token, there is
-room for `MOST_STRANGERS` at a time, and the one that has waited longest makes room for the next: whoever opens
-thousands of connections, sends garbage or nothing at all costs a bounded amount of memory and keeps nobody out who
-answers at once. The first message of an admitted connection names its role, and there is a function for each:
-'node' for a machine that joins (launch/nodes/lead.py), 'files' for a rank that sends files.
+Roles are 'node' for a machine that joins (launch/nodes/lead.py), and 'files' for a rank that sends files. The listeners
+of the reach test (machines/links.py) stand behind the same guard.
 """
 
 import errno
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from uneven.errors import InputError
 from uneven.machines.addresses import host_label
-from uneven.machines.wire import (
-    HANDSHAKE_S,
-    MAX_GREETING,
-    Challenge,
-    Connection,
-    WireError,
-    greet,
-    is_mac,
-    make_mac,
-    parse_line,
-)
+from uneven.machines.wire import Connection, WireError, admit, greet, is_mac, make_mac
 
 MOST_STRANGERS = 64
 MOST_REMEMBERED = 64  # addresses that came with a wrong token, or hear no answer
 MOST_DATAGRAM, COPIES = 256, 3  # bytes; one may be lost
-POLL_S = 0.25
+UDP_S, PAUSE_S = 0.25, 0.05
 RETRY_S = 0.2
 ROLE_S = 10.0  # for the first message of an admitted connection
 
@@ -62,69 +47,105 @@ def listen(address: str, ports: Ports | None = None, option: str = "--ports") ->
     )
 
 
-@dataclass
-class _Stranger:
-    sock: socket.socket
-    address: str
-    challenge: Challenge
-    end_s: float
-    received: bytearray = field(default_factory=bytearray)
+class TokenServer:
+    """One port of one address, TCP and UDP, behind which only those get who know the token. From `open` to `close`.
 
-
-class UnheardBox:
-    """A datagram socket at the door's address and port, for machines that knock and hear no answer.
-
-    A firewall that drops what comes from the leader lets the knock out, but TCP needs both directions, so the leader
-    would wait for a machine that has given up. A datagram needs one. It is signed with the token, for this door and
-    this sender alone, and ends a run that has not begun; a stranger's is dropped unread.
+    Each stranger has a thread with a few hundred bytes and a few seconds to prove it. There is room for
+    `MOST_STRANGERS` at a time, and the one that has waited longest makes room for the next: whoever opens thousands of
+    connections, sends garbage or nothing at all costs a bounded amount of memory and keeps nobody out who answers at
+    once. Whoever comes before it is open waits.
     """
 
-    def __init__(self, address: str, port: int, token: str) -> None:
-        self.hosts: dict[str, str] = {}  # that heard no answer, by their addresses
-        self._place = f"{address} {port}"
+    def __init__(self, tcp: socket.socket, udp: socket.socket, token: str) -> None:
+        self.address, self.port = str(tcp.getsockname()[0]), int(tcp.getsockname()[1])
+        self.wrong_tokens: dict[str, int] = {}  # how often, by address
         self._token = token
-        self.sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
-        self.sock.setblocking(False)
-        with suppress(OSError):  # taken by another program: then nobody is heard in this way
-            self.sock.bind((address, port))
+        self._tcp, self._udp = tcp, udp
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+        self._is_closed = False
+        udp.settimeout(UDP_S)
 
-    def read(self) -> None:
-        """Take one datagram."""
+    def serve(self, connection: Connection) -> None:
+        """An admitted connection, which is this one's to close; on a thread of its own."""
+        raise NotImplementedError
+
+    def hear(self, text: str, address: str) -> None:
+        """A datagram, which anybody may have sent; on one thread."""
+        raise NotImplementedError
+
+    def listen(self) -> None:
+        for target in (self._accept, self._receive):
+            threading.Thread(target=target, name="uneven-door", daemon=True).start()
+
+    def close(self) -> None:
+        """Connections that were admitted stay open."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._tcp.shutdown(socket.SHUT_RDWR)  # ends the accept
+        self._tcp.close()
+        self._udp.close()
+        while self._strangers:
+            self._cut_oldest()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, address = self._tcp.accept()
+                with self._lock:
+                    self._strangers[sock] = None
+                threading.Thread(target=self._admit, args=(sock, str(address[0])), daemon=True).start()
+            except (OSError, RuntimeError):  # it is closed, or no descriptor or thread is left
+                self._cut_oldest()
+                time.sleep(PAUSE_S)
+            while len(self._strangers) > MOST_STRANGERS:
+                self._cut_oldest()
+
+    def _cut_oldest(self) -> None:
+        with self._lock, suppress(StopIteration, OSError):
+            sock = next(iter(self._strangers))
+            del self._strangers[sock]
+            sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
         try:
-            data, source = self.sock.recvfrom(MOST_DATAGRAM)
-        except OSError:
+            connection = admit(sock, self._token, lambda: self._remember(address))
+            sock.settimeout(None)
+        except OSError:  # a WireError, too
+            sock.close()
             return
-        host, _, mac = data.decode(errors="replace").partition(" ")
-        address = str(source[0])
-        is_known = is_mac(mac, self._token, "unheard", self._place, address, host)
-        if is_known and len(self.hosts) < MOST_REMEMBERED:
-            self.hosts[address] = host
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
+        self.serve(connection)
+
+    def _remember(self, address: str) -> None:
+        with self._lock:
+            if address in self.wrong_tokens or len(self.wrong_tokens) < MOST_REMEMBERED:
+                self.wrong_tokens[address] = self.wrong_tokens.get(address, 0) + 1
+
+    def _receive(self) -> None:
+        while not self._is_closed:
+            with suppress(OSError):  # nothing has come, or it is closed
+                data, source = self._udp.recvfrom(MOST_DATAGRAM)
+                self.hear(data.decode(errors="replace"), str(source[0]))
 
 
-class Door:
-    """Open from `open()` to `close()`. Whoever knocks before it is open waits."""
+class Door(TokenServer):
+    """The first message of an admitted connection names its role, and there is a function for each.
+
+    A machine that knocks and hears no answer says so by a datagram: a firewall that drops what comes from the leader
+    lets the knock out, but TCP needs both directions, so the leader would wait for a machine that has given up. It is
+    signed with the token, for this door and this sender alone; a stranger's is dropped unread.
+    """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
-        self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
+        udp = socket.socket(listener.family, socket.SOCK_DGRAM)
+        super().__init__(listener, udp, token)
+        self.unheard: dict[str, str] = {}  # machines that gave up because no answer reached them: names, by address
         self._handlers: Mapping[str, Handler] = {}  # by role
-        self.wrong_tokens: dict[str, int] = {}  # how often, by address
-        self._listener = listener
-        self._token = token
-        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, in the order in which they came
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
-        self._is_closed = False
-        listener.setblocking(False)
-        self._unheard = UnheardBox(self.address, self.port, token)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._unheard.sock, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="uneven-door", daemon=True)
-
-    @property
-    def unheard(self) -> dict[str, str]:
-        """Machines with the right token that gave up because no answer reached them: their names, by address."""
-        return self._unheard.hosts
+        with suppress(OSError):  # taken by another program: then nobody is heard in this way
+            udp.bind((self.address, self.port))
 
     @property
     def place(self) -> str:
@@ -134,124 +155,24 @@ class Door:
     def open(self, handlers: Mapping[str, Handler]) -> None:
         """`handlers`: what is called for a connection by its role."""
         self._handlers = handlers
-        self._thread.start()
+        self.listen()
 
-    def close(self) -> None:
-        """Connections that were admitted stay open."""
-        self._is_closed = True
-        with suppress(OSError):
-            self._waker.send(b"x")
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closed:
-                for key, _ in self._selector.select(POLL_S):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._unheard.sock:
-                        self._unheard.read()
-                    elif (stranger := self._strangers.get(key.fd)) is not None:
-                        self._hear(stranger)
-                self._cut_slow()
-        finally:
-            for stranger in list(self._strangers.values()):
-                self._cut(stranger)
-            self._selector.close()
-            for sock in (self._listener, self._unheard.sock, self._wake, self._waker):
-                sock.close()
-
-    def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptor left, or the stranger is gone already
-            self._cut_oldest()
-            return
-        while len(self._strangers) >= MOST_STRANGERS:
-            self._cut_oldest()
-        sock.setblocking(False)
-        stranger = _Stranger(sock, str(address[0]), Challenge(self._token), time.monotonic() + HANDSHAKE_S)
-        self._strangers[sock.fileno()] = stranger
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._answer(stranger, stranger.challenge.line)
-
-    def _hear(self, stranger: _Stranger) -> None:
-        try:
-            chunk = stranger.sock.recv(MAX_GREETING + 1 - len(stranger.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        stranger.received += chunk
-        if not chunk or (b"\n" not in stranger.received and len(stranger.received) > MAX_GREETING):
-            self._cut(stranger)
-        elif b"\n" in stranger.received:
-            self._judge(stranger)
-
-    def _judge(self, stranger: _Stranger) -> None:
-        line, _, more = bytes(stranger.received).partition(b"\n")
-        try:
-            is_known, answer = stranger.challenge.judge(parse_line(line))
-        except WireError:
-            self._cut(stranger)
-            return
-        is_welcome = is_known and not more  # whoever knows the token waits for the answer before it says more
-        if not is_welcome:
-            self._remember(stranger.address)  # before it is told, and may look
-        if not self._answer(stranger, answer):
-            return
-        if not is_welcome:
-            self._cut(stranger)
-            return
-        self._selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock.fileno()]
-        stranger.sock.setblocking(True)
-        connection = Connection(stranger.sock)
-        threading.Thread(target=self._serve, args=(connection,), name="uneven-guest", daemon=True).start()
-
-    def _serve(self, connection: Connection) -> None:
-        try:
+    def serve(self, connection: Connection) -> None:
+        with suppress(WireError):
             first = connection.read(ROLE_S)
             handler = self._handlers.get(str(first.get("role")))
-            if handler is None:
-                connection.send(
-                    refused=f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both"
-                )
-                connection.close()
+            if handler is not None:
+                handler(connection, first)
                 return
-            handler(connection, first)
-        except WireError:
-            connection.close()
+            refused = f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both"
+            connection.send(refused=refused)
+        connection.close()
 
-    def _answer(self, stranger: _Stranger, line: bytes) -> bool:
-        try:
-            stranger.sock.send(line)  # fits into the empty buffer of a new connection
-            return True
-        except OSError:
-            self._cut(stranger)
-            return False
-
-    def _remember(self, address: str) -> None:
-        if address in self.wrong_tokens or len(self.wrong_tokens) < MOST_REMEMBERED:
-            self.wrong_tokens[address] = self.wrong_tokens.get(address, 0) + 1
-
-    def _cut_slow(self) -> None:
-        now_s = time.monotonic()
-        for stranger in list(self._strangers.values()):
-            if stranger.end_s > now_s:
-                return  # those behind it came later
-            self._cut(stranger)
-
-    def _cut_oldest(self) -> None:
-        if self._strangers:
-            self._cut(next(iter(self._strangers.values())))
-
-    def _cut(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock.fileno()]
-        stranger.sock.close()
+    def hear(self, text: str, address: str) -> None:
+        host, _, mac = text.partition(" ")
+        is_known = is_mac(mac, self._token, "unheard", f"{self.address} {self.port}", address, host)
+        if is_known and len(self.unheard) < MOST_REMEMBERED:
+            self.unheard[address] = host
 
 
 def knock(address: str, port: int, token: str, wait_s: float) -> Connection:

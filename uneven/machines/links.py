@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 from uneven.errors import InputError, MachineError
+from uneven.machines.door import Ports, TokenServer
 from uneven.machines.parity import CLOCK_S, Difference, clock_difference
-from uneven.machines.wire import WireError, admit, greet, is_mac, make_mac
+from uneven.machines.wire import Connection, WireError, greet, is_mac, make_mac
 
 CONNECT_S = 3.0  # for a first answer: a firewall that drops packets gives none
 PROBES_S = 15.0  # the longest a probe's connection is served
@@ -42,20 +43,15 @@ class Peer:
     port: int
 
 
-class Listener:
+class Listener(TokenServer):
     """Answers the probes of the other machines, on one address. Life cycle: from its construction to `close`."""
 
-    def __init__(self, address: str, token: str, ports: tuple[int, int] | None = None) -> None:
+    def __init__(self, address: str, token: str, ports: Ports | None = None) -> None:
         """`ports` are the first and the last allowed one. MachineError where none is free."""
-        self._token = token
+        super().__init__(*_bind(address, ports), token)
         self._heard: set[int] = set()
-        self._closed = threading.Event()
         self._places = threading.BoundedSemaphore(MOST_PROBES)
-        self._tcp, self._udp = _bind(address, ports)
-        self.port: int = self._tcp.getsockname()[1]
-        self._udp.settimeout(0.5)
-        for serve in (self._serve_tcp, self._serve_udp):
-            threading.Thread(target=serve, name="uneven-links", daemon=True).start()
+        self.listen()
 
     @property
     def heard(self) -> list[int]:
@@ -66,51 +62,25 @@ class Listener:
         with suppress(OSError):  # no route, or a firewall that says so: then TCP fails too, with its reason
             self._udp.sendto(f"{me} {make_mac(self._token, 'datagram', str(me))}".encode(), (peer.address, peer.port))
 
-    def close(self) -> None:
-        self._closed.set()
-        with suppress(OSError):
-            self._tcp.shutdown(socket.SHUT_RDWR)
-        self._tcp.close()
-        self._udp.close()
+    def hear(self, text: str, address: str) -> None:
+        del address
+        number, _, mac = text.partition(" ")
+        if number.isdecimal() and len(number) < 6 and is_mac(mac, self._token, "datagram", number):
+            self._heard.add(int(number))
 
-    def _serve_tcp(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._tcp.accept()
-            except OSError:
-                return
-            if not self._places.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._answer, args=(sock,), name="uneven-probe", daemon=True).start()
-
-    def _serve_udp(self) -> None:
-        while not self._closed.is_set():
-            try:
-                text = self._udp.recv(256).decode(errors="replace")
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            number, _, mac = text.partition(" ")
-            if number.isdecimal() and len(number) < 6 and is_mac(mac, self._token, "datagram", number):
-                self._heard.add(int(number))
-
-    def _answer(self, sock: socket.socket) -> None:
-        try:
-            with sock, suppress(OSError, WireError):
-                admit(sock, self._token)
-                end_s = time.monotonic() + PROBES_S
-                while (left_s := end_s - time.monotonic()) > 0:
-                    sock.settimeout(left_s)
-                    word = sock.recv(1)
-                    if word == PING:
-                        sock.sendall(CLOCK.pack(time.time()))
-                    elif word == BURST:
-                        return _receive_burst(sock)
-                    else:
-                        return None
-        finally:
+    def serve(self, connection: Connection) -> None:
+        has_place = self._places.acquire(blocking=False)
+        with connection.sock as sock, suppress(OSError, WireError):
+            end_s = time.monotonic() + PROBES_S
+            while has_place and (left_s := end_s - time.monotonic()) > 0:
+                sock.settimeout(left_s)
+                word = sock.recv(1)
+                if word == BURST:
+                    _receive_burst(sock)
+                if word != PING:
+                    break
+                sock.sendall(CLOCK.pack(time.time()))
+        if has_place:
             self._places.release()
 
 
@@ -201,7 +171,7 @@ def _judge_pair(
     return [Difference(ours.host, what, f"closed ({error}{other_way})", "", fix, "links")]
 
 
-def _bind(address: str, ports: tuple[int, int] | None) -> tuple[socket.socket, socket.socket]:
+def _bind(address: str, ports: Ports | None) -> tuple[socket.socket, socket.socket]:
     """A TCP and a UDP socket on one port of one address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     why: OSError | None = None

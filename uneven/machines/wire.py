@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, BinaryIO
@@ -36,7 +36,7 @@ class Connection:
     """Lines in both directions over one socket. One thread reads; any thread may send."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.sock = sock
         self._received = bytearray()
         self._lock = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -44,12 +44,12 @@ class Connection:
     @property
     def own_address(self) -> str:
         """The address of this machine on the interface that reached the other one."""
-        return str(self._sock.getsockname()[0])
+        return str(self.sock.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
         try:
-            return str(self._sock.getpeername()[0])
+            return str(self.sock.getpeername()[0])
         except OSError:  # it has hung up already
             return "an unknown address"
 
@@ -57,7 +57,7 @@ class Connection:
         """WireError where the other side is gone."""
         try:
             with self._lock:
-                self._sock.sendall(_line(message))
+                self.sock.sendall(_line(message))
         except OSError as error:
             raise WireError(f"the connection is lost: {error}") from error
 
@@ -72,7 +72,7 @@ class Connection:
         del self._received[: length + 1]
         if length > limit:
             raise BadMessageError(f"it sent a line of more than {limit} bytes")
-        return parse_line(line)
+        return _parse(line)
 
     def send_file(self, file: BinaryIO, size: int, stall_s: float, **header: Any) -> None:
         """A line that says `size`, then so many bytes of a file, a piece at a time; no other line comes between.
@@ -82,13 +82,13 @@ class Connection:
         """
         try:
             with self._lock:
-                self._sock.settimeout(stall_s)
-                self._sock.sendall(json.dumps({**header, "size": size}).encode() + b"\n")
+                self.sock.settimeout(stall_s)
+                self.sock.sendall(json.dumps({**header, "size": size}).encode() + b"\n")
                 while size:
                     if not (piece := file.read(min(size, CHUNK))):
                         self.close()
                         raise WireError(f"{size} bytes of the file are gone")
-                    self._sock.sendall(piece)
+                    self.sock.sendall(piece)
                     size -= len(piece)
         except WireError:
             raise
@@ -108,14 +108,14 @@ class Connection:
     def close(self) -> None:
         """Ends a read in another thread too."""
         with suppress(OSError):  # the other side may have closed it already
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
 
     def _receive(self, end_s: float, most: int) -> None:
         left_s = end_s - time.monotonic()
         try:
-            self._sock.settimeout(max(left_s, 1e-6))  # 0 would mean: do not wait for what is there already
-            chunk = self._sock.recv(min(most, CHUNK))
+            self.sock.settimeout(max(left_s, 1e-6))  # 0 would mean: do not wait for what is there already
+            chunk = self.sock.recv(min(most, CHUNK))
         except TimeoutError as error:
             raise WireError("nothing came in time") from error
         except OSError as error:
@@ -139,29 +139,20 @@ def greet(sock: socket.socket, token: str) -> Connection:
     return connection
 
 
-class Challenge:
-    """The leader's half of a handshake, without its socket: `line` is sent, `judge` says what came back."""
+def admit(sock: socket.socket, token: str, on_wrong: Callable[[], None] = lambda: None) -> Connection:
+    """The leader's side: WireError where the other side does not prove the token in time.
 
-    def __init__(self, token: str) -> None:
-        self._token, self._own = token, secrets.token_hex(16)
-        self.line = _line({"nonce": self._own})
-
-    def judge(self, answer: dict[str, Any]) -> tuple[bool, bytes]:
-        """Whether the other side knows the token, and the line to send back; WireError where it is no answer."""
-        theirs = _nonce(answer)
-        if not is_mac(str(answer.get("mac", "")), self._token, "join", self._own, theirs):
-            return False, _line({"refused": "wrong token; take the line that the leader printed"})
-        return True, _line({"mac": make_mac(self._token, "lead", theirs, self._own)})
-
-
-def admit(sock: socket.socket, token: str) -> Connection:
-    """The leader's side: WireError where the other side does not prove the token in time."""
-    connection, challenge = Connection(sock), Challenge(token)
-    sock.sendall(challenge.line)
-    is_known, line = challenge.judge(connection.read(HANDSHAKE_S, MAX_GREETING))
-    sock.sendall(line)
-    if not is_known:
+    `on_wrong` is called before one that sends a wrong proof is told so.
+    """
+    connection, own = Connection(sock), secrets.token_hex(16)
+    connection.send(nonce=own)
+    answer = connection.read(HANDSHAKE_S, MAX_GREETING)
+    theirs = _nonce(answer)
+    if not is_mac(str(answer.get("mac", "")), token, "join", own, theirs):
+        on_wrong()
+        connection.send(refused="wrong token; take the line that the leader printed")
         raise WireError("wrong token")
+    connection.send(mac=make_mac(token, "lead", theirs, own))
     return connection
 
 
@@ -176,7 +167,7 @@ def _nonce(message: dict[str, Any]) -> str:
     return nonce
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     """A line without its end as a message; WireError where it is none."""
     try:
         message = json.loads(line)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uneven.config import RunConfig, Task
 from uneven.errors import STOPPED, InputError, MachineError, RankError
-from uneven.launch.find_script import Script
+from uneven.launch.find_script import Script, uses_uneven
 from uneven.launch.lifeline import LIFELINE, end_with_parent
 from uneven.launch.results_file import stdout_to_stderr
 from uneven.launch.script import check_script, visit_script
-from uneven.launch.script_imports import uses_uneven
 from uneven.plan.probe import NO_FILES, check_seconds, with_values
 
 if TYPE_CHECKING:

@@ -258,7 +258,7 @@ def test_a_start_with_a_bad_field_starts_nothing(victim: Victim, folder: Path, c
 
 @pytest.mark.parametrize("line", [b"[" * 900_000, b"{" * 5, b"x" * (1 << 20) + b"y", b'{"order": 1' + b"0" * 5000])
 def test_a_line_that_is_no_message_ends_the_connection(victim: Victim, line: bytes) -> None:
-    found = victim.join(lambda connection: connection._sock.sendall(line + b"\n"))
+    found = victim.join(lambda connection: connection.sock.sendall(line + b"\n"))
     assert isinstance(found, RankError)
 
 

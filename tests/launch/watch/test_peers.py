@@ -1,8 +1,6 @@
 """The watch of ranks that torchrun or another launcher than ours started: they watch each other."""
 
 import json
-import socket
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.watch import peers
-from uneven.launch.watch.peers import LineKeeper, PeerWatch, process_identity
+from uneven.launch.watch.peers import PeerWatch
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 ROSTER = Roster(DEVICES, (0, 1), ("here", "there"))
@@ -100,7 +98,6 @@ def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) ->
     watch.close()
     last = json.loads(store["heartbeat/there/rank-1"])
     assert last["count"] == 2  # the first, and that its run is over
-    assert last["process"] == process_identity()
 
 
 def test_ranks_of_one_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,71 +143,14 @@ def test_rank_0_ends_when_those_who_live_have_heard_why(now: list[float], monkey
     assert [rank for rank, _ in told] == [1, 0]
 
 
-def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_before(now: list[float]) -> None:
-    """Its heartbeat may stand still for as long as that code holds Python's lock; its kernel keeps the line."""
-    told = list[str]()
-    store: Any = DictStore()
-    status = {"slot": 7, "phase": "user"}
-    first = PeerWatch(store, 0, ROSTER, lambda: status, told.append)
-    first.close()
-    first._keeper = LineKeeper("127.0.0.1")
-    second = PeerWatch(store, 1, ROSTER, lambda: status, told.append)
-    second.close()
-    first.exchange()  # posts where the line is
-    second.exchange()
-    while not first._keeper._lines:
-        first.exchange()
-    now[0] = 1000.0
-    first.exchange()
-    assert told == []
-    second._line.close()  # as the kernel does for a process that has ended
-    while not first._keeper.lost:
-        first.exchange()
-    first.exchange()
-    assert "rank 1 (cpu@0.4 on there) fell silent 1000 s ago (it or its machine is gone" in told[0]
-    second._line.keep(first._line_place)  # the cable is in again
-    while first._keeper.lost:
-        first._keeper.poll()
-    first._keeper.close()
-    second._line.close()
-
-
-def test_under_torchrun_rank_0_asks_whether_a_silent_process_of_its_machine_is_stopped(
-    now: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told, stopped = list[tuple[int, str]](), set[str]()
-    monkeypatch.setattr(peers, "is_stopped", stopped.__contains__)
+def test_a_rank_in_code_of_the_users_own_is_missed_after_ten_minutes_and_not_before(now: list[float]) -> None:
+    """Its heartbeat may stand still for as long as that code holds Python's lock."""
+    told = list[tuple[int, str]]()
     first, second = peer_watches(["wait", "user"], told)
     second.exchange()
-    for now[0] in range(0, 1000, 100):
+    for now[0] in range(0, 600, 100):
         first.exchange()
     assert told == []
-    stopped.add(process_identity())
-    for now[0] in range(1000, 1017):
+    for now[0] in range(601, 640):
         first.exchange()
-    ((_, text),) = told[:1]
-    assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
-
-
-def test_lines_are_for_those_who_know_the_word() -> None:
-    keeper = LineKeeper("127.0.0.1")
-    address, port, word = keeper.place.split(" ")
-    with ExitStack() as stack:
-        stack.callback(keeper.close)
-        strangers = [stack.enter_context(socket.create_connection((address, int(port)))) for _ in range(4)]
-        for stranger, said in zip(strangers, (b"guess 1\n", b"\xff" * 60, f"{word} x\n".encode(), b""), strict=True):
-            stranger.sendall(said)
-        for stranger in strangers[:3]:
-            stranger.settimeout(0.01)
-            while True:
-                keeper.poll()
-                try:
-                    assert stranger.recv(1) == b""
-                    break
-                except TimeoutError:
-                    continue
-                except ConnectionResetError:
-                    break
-        assert keeper.lost == set()
-        assert len(keeper._strangers) == 1  # it has said nothing yet
+    assert "rank 1 (cpu@0.4 on host1) fell silent" in told[0][1]

@@ -13,9 +13,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from uneven.comm.fingerprint import agree, exchange
-from uneven.comm.store import Store
+from uneven.comm.fingerprint import refuse_differences
 from uneven.config import RunConfig, Task
 from uneven.data.replay import LOG
 from uneven.errors import InputError
@@ -43,47 +43,40 @@ class _Choice:
 
 def plan_together(task: Task, config: RunConfig, context: ProcessContext, roster: Roster) -> ResumePlan:
     """What `plan_resume` does, on all ranks; InputError on all of them where one cannot go on."""
-    rank, ranks = context.environment.rank, len(roster.devices)
-    context.starts += 1  # all ranks count alike
-    store = context.environment.connect(f"start/{context.starts}")
-    if context.environment.is_launched:
-        context.ranks.await_peers(store)
+    rank = context.environment.rank
     settings = [f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")]
     # One that was given another setting would not come to what follows.
-    agree(store, rank, ranks, settings, what="was given other settings", where="settings")
+    refuse_differences(context.share(settings), what="was given other settings", where="settings")
     if config.resume is None and config.replay is None:
         return ResumePlan(config, [])
+    told: dict[str, Any] = {}
+    error: Exception | None = None
     if rank == 0:
         try:
-            plan, choice = _choose(task, config, context, ranks)
-        except Exception as error:
-            exchange(store, "choice", rank, [0], {"fault": str(error)})
-            raise
-        exchange(store, "choice", rank, [0], {"choice": asdict(choice)})
-        _agree_to_go_on(store, rank, roster, None)
-        if choice.key is not None and context.leader is not None:
-            context.leader.withdraw(choice.key)
-        return plan
-    told = exchange(store, "choice", rank, [0], None)[0]
+            plan, choice = _choose(task, config, context, len(roster.devices))
+            told = asdict(choice)
+        except Exception as found:
+            told, error = {"fault": str(found)}, found
+    told = context.share(told)[0]
     if "fault" in told:
-        raise InputError(told["fault"])
-    choice = _Choice(**{**told["choice"], "names": tuple(told["choice"]["names"])})
-    try:
-        plan = _follow(task, config, context, roster, store, choice)
-    except (InputError, OSError) as error:  # a WireError, too
-        _agree_to_go_on(store, rank, roster, str(error))
-        raise
-    _agree_to_go_on(store, rank, roster, None)
-    return plan
-
-
-def _agree_to_go_on(store: Store, rank: int, roster: Roster, fault: str | None) -> None:
-    """Wait for all ranks; InputError on all of them where one has a fault, in the words of the first."""
-    ranks = range(len(roster.devices))
-    for other, found in enumerate(exchange(store, "outcome", rank, ranks, fault)):
-        if found is not None:
+        raise error or InputError(told["fault"])
+    choice = _Choice(**{**told, "names": tuple(told["names"])})
+    folder = _find_folder(context, roster, choice)
+    if rank > 0:
+        try:
+            plan = _follow(task, config, context, roster, choice, folder)
+        except (InputError, OSError) as found:
+            error = found
+    faults = context.share(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for other, fault in enumerate(faults):
+        if fault is not None:
             host = roster.host(other)
-            raise InputError(found if host in found else f"{host}: {found}")
+            raise InputError(fault if host in fault else f"{host}: {fault}")
+    if rank == 0 and choice.key is not None and context.leader is not None:
+        context.leader.withdraw(choice.key)
+    return plan
 
 
 def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) -> tuple[ResumePlan, _Choice]:
@@ -113,19 +106,34 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
     return plan, _Choice(kind, out, str(folder.absolute()), first, crc32, tuple(names), key)
 
 
+def _find_folder(context: ProcessContext, roster: Roster, choice: _Choice) -> dict[str, str]:
+    """Where the ranks of this machine read it: rank 0's folder, or a copy that the first of them has made.
+
+    A fault, where there is none. Called on all ranks.
+    """
+    rank = context.environment.rank
+    first = roster.local_ranks(rank)[0]
+    found: dict[str, str] = {}
+    if choice.key is not None and roster.machines[rank] != roster.machines[0] and rank == first:
+        try:
+            found = {"folder": str(_copy(context, roster.local_ranks(rank), choice))}
+        except (InputError, OSError) as error:  # a WireError, too
+            found = {"fault": str(error)}
+    return context.share(found)[first] or {"folder": choice.folder} if choice.kind else {}
+
+
 def _follow(
-    task: Task, config: RunConfig, context: ProcessContext, roster: Roster, store: Store, choice: _Choice
+    task: Task, config: RunConfig, context: ProcessContext, roster: Roster, choice: _Choice, found: dict[str, str]
 ) -> ResumePlan:
     """On another rank than 0: the same plan, from the same folder or a copy of it."""
     if config.out is None and choice.out is not None:
         config = replace(config, out=Path(choice.out))
     if not choice.kind:
         return ResumePlan(replace(config, resume=None), [])
-    rank = context.environment.rank
-    folder = Path(choice.folder)
-    if roster.machines[rank] != roster.machines[0] and choice.key is not None:
-        folder = _copy_for_machine(context, roster, store, choice)
-    elif not _is_same(folder, choice):
+    if "fault" in found:
+        raise InputError(found["fault"])
+    rank, folder = context.environment.rank, Path(found["folder"])
+    if not _is_same(folder, choice):
         raise InputError(
             f"{roster.host(rank)} does not see {folder} of {roster.host(0)}, which {_setting(choice)} needs; use a "
             "folder that all machines share, or start with 'uneven run --nodes' and 'uneven join', which need none"
@@ -136,22 +144,6 @@ def _follow(
         finished = replace(TrainedState.load(folder), folder=Path(choice.folder))
         return ResumePlan(replace(config, resume=None), [], finished)
     return ResumePlan(follow_plan(task, config, len(roster.devices), rank, folder), [])
-
-
-def _copy_for_machine(context: ProcessContext, roster: Roster, store: Store, choice: _Choice) -> Path:
-    """The files that the ranks of this machine read, which the first of them has copied."""
-    rank = context.environment.rank
-    local = roster.local_ranks(rank)
-    found: dict[str, str] = {}
-    if rank == local[0]:
-        try:
-            found = {"folder": str(_copy(context, local, choice))}
-        except (InputError, OSError) as error:
-            found = {"fault": str(error)}
-    told = exchange(store, f"copy/{roster.machines[rank]}", rank, [local[0]], found)[0]
-    if "fault" in told:
-        raise InputError(told["fault"])
-    return Path(told["folder"])
 
 
 def _copy(context: ProcessContext, ranks: tuple[int, ...], choice: _Choice) -> Path:

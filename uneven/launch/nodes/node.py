@@ -29,8 +29,7 @@ from uneven.launch.cleanup import make_private_folder, remove, remove_left_on_di
 from uneven.launch.control.leave_requests import ENDS, RequestFiles, await_readers
 from uneven.launch.control.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.find_script import Script
-from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
-from uneven.launch.processes import RankProcesses
+from uneven.launch.local_ranks import LocalRanks, RunPlan, local_ranks, own_devices
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines.addresses import host_label
 from uneven.machines.code import differing, script_digests
@@ -207,7 +206,7 @@ class Node:
             SIGNALS.discard(stoppable)
         self._finish(end)
 
-    def _watch(self, ranks: RankProcesses, first: int, listing: Listing) -> dict[str, Any]:
+    def _watch(self, ranks: LocalRanks, first: int, listing: Listing) -> dict[str, Any]:
         """Until the leader says that the run is over; WireError where it is gone."""
         told: tuple[list[int | None], set[int]] = ([], set())
         while True:
@@ -239,7 +238,7 @@ class Node:
             if "end" in message:
                 return message
 
-    def _give_up(self, ranks: RankProcesses, number: int) -> None:
+    def _give_up(self, ranks: LocalRanks, number: int) -> None:
         if number not in ranks.numbers:
             raise WireError(f"it sent a bad message: give_up {number}, and no such rank is here")
         ranks.give_up(number)

@@ -33,8 +33,7 @@ class RankHealth:
     moved_s: float  # when it last finished a slot, or was in a phase that may last
     status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     longest_step_s: float = 0.0
-    is_reached: bool = True  # False where its process or machine is known to be gone, or cut off
-    is_stopped: bool = False  # True where its process is known to be stopped by a signal
+    is_stopped: bool = False  # True where its process is known to be stopped by a signal, or taken for it
     stopped_s: float | None = None  # since when that is so, in user code
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
@@ -69,7 +68,7 @@ class RankHealth:
         Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run: silence counts there
         only while a signal has stopped the process.
         """
-        if not self.status or self.status["phase"] != "user" or not self.is_reached:
+        if not self.status or self.status["phase"] != "user":
             return now_s - self.heard_s
         if not self.is_stopped or now_s - self.heard_s < LEAST_SILENT_S:
             self.stopped_s = None
@@ -114,9 +113,7 @@ def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float)
     silent_s = {number: ranks[number].silent_s(now_s) for number in running}
     if silent := [number for number in running if silent_s[number] > ranks[number].silence_limit_s]:
         advice = "; deadline=SECONDS waits longer for it, deadline=None for ever"
-        whys = {True: "stopped or swapped out?", False: "it or its machine is gone, or the network to it"}
-        what = "fell silent {:.0f} s ago ({})"
-        return {n: (what.format(silent_s[n], whys[ranks[n].is_reached]), advice) for n in silent}
+        return {n: (f"fell silent {silent_s[n]:.0f} s ago (stopped or swapped out?)", advice) for n in silent}
     if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
         return {}  # one of them moves: the others wait for it and are not stuck
     busy = [n for n in running if ranks[n].status and ranks[n].status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES)]
@@ -148,7 +145,6 @@ class Signs:
     codes: Sequence[int | None]  # of all of them; None for one that runs
     gone: Mapping[int, str] = field(default_factory=dict)  # on machines that are gone, with a line that says so
     stopped: Collection[int] = ()  # by a signal
-    unreached: Collection[int] = ()  # that have ended or are cut off, as the kernel knows
     aside: Collection[int] = ()  # those whose end does not matter
     ended_well: Collection[int] = (0,)  # the codes that do not mean a failure
 
@@ -170,7 +166,6 @@ def judge(ranks: Sequence[RankHealth], signs: Signs, now_s: float) -> Losses:
     """`signs` were read before the heartbeats of `ranks`, so that the last ones are among those."""
     for number, rank in enumerate(ranks):
         rank.is_stopped = number in signs.stopped
-        rank.is_reached = number not in signs.unreached
     codes = find_early_ends(ranks, signs.codes)
     failed = [n for n, code in enumerate(codes) if code not in (None, *signs.ended_well) and n not in signs.aside]
     gone = {number: why for number, why in signs.gone.items() if number not in signs.aside}
