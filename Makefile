@@ -68,7 +68,7 @@ test-cuda: $(STAMP)
 
 # The integrations with the frameworks themselves, in an environment of their own.
 FRAMEWORKS := .venv-frameworks
-EXTRAS := dev,trl,lightning
+EXTRAS := dev,diffusers,lightning,trl
 test-frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
 

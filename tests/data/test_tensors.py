@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from uneven import InputError, TensorData
 from uneven.data.sample_order import sample_keys
-from uneven.data.tensors import crop_and_flip, key_integers
+from uneven.data.tensors import crop_and_flip, key_integers, key_normals
 
 
 def test_take_gathers_rows_and_applies_the_transform_with_its_keys() -> None:
@@ -45,6 +45,29 @@ def test_key_integers_are_uniform_and_streams_are_independent() -> None:
     # Expected 1,111 a cell with a standard deviation of 33; 6 of those over 81 cells is beyond chance.
     assert counts.min() > 1_111 - 200
     assert counts.max() < 1_111 + 200
+
+
+def test_key_normals_are_standard_normal_and_independent() -> None:
+    keys = torch.from_numpy(sample_keys(0, 0, 4000))
+    found = key_normals(keys, 0, (3, 5)).double()
+    assert found.shape == (4000, 3, 5)
+    columns = torch.cat([found.flatten(1), key_normals(keys, 1, (5,)).double()], dim=1)
+    # Of 4000 draws a mean has a standard deviation of 0.016, a product's as well, a fourth power's of 0.16.
+    assert columns.mean(0).abs().max() < 0.08
+    products = columns.T @ columns / 4000
+    assert (products - torch.eye(20)).abs().max() < 0.12
+    assert ((columns**4).mean(0) - 3).abs().max() < 1.0
+    inside = (columns.abs() < 1).double().mean()
+    assert abs(inside - 0.6827) < 0.01
+
+
+def test_key_normals_depend_on_the_key_alone() -> None:
+    keys = torch.from_numpy(sample_keys(0, 0, 10))
+    whole = key_normals(keys, 3, (1, 7, 5))
+    parts = torch.cat([key_normals(keys[:3], 3, (1, 7, 5)), key_normals(keys[3:], 3, (1, 7, 5))])
+    assert torch.equal(whole, parts)
+    assert len(set(whole.flatten().tolist())) > 345
+    assert not torch.equal(whole, key_normals(keys, 4, (1, 7, 5)))
 
 
 def plain_crop_and_flip(image: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

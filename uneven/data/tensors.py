@@ -6,6 +6,7 @@ transform runs on the training device, inside the captured step with `compile="g
 operations.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,11 +101,35 @@ def is_gathered(dataset: Any) -> bool:
 
 def key_integers(keys: Tensor, stream: int, high: int) -> Tensor:
     """Random integers in [0, high), one per key; draws of different `stream` are independent."""
-    mixed = (keys ^ _wrap(stream * 0x9E3779B97F4A7C15)) * _wrap(0xBF58476D1CE4E5B9)
+    # The bias of the remainder is below high / 2**31.
+    return _bits(keys, _wrap(stream * _GOLDEN)) % high
+
+
+def key_normals(keys: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers of this shape for each key, in float32: [len(keys), *shape].
+
+    The noise of a sample then depends on its key alone, so it is the same on whichever rank trains the sample. One
+    stream of it takes up streams of `key_integers` from `stream * 2**32` on.
+    """
+    count = math.prod(shape)
+    places = torch.arange(2 * ((count + 1) // 2), device=keys.device) * _wrap(_GOLDEN)
+    bits = _bits(keys[:, None], places + _wrap((stream << 32) * _GOLDEN))
+    # Box and Muller: two uniform numbers in (0, 1) make two normal ones.
+    radius, turn = ((bits.double() + 0.5) / 2**31).chunk(2, dim=1)
+    radius, turn = (-2 * radius.log()).sqrt(), 2 * math.pi * turn
+    normals = torch.cat([radius * turn.cos(), radius * turn.sin()], dim=1)
+    return normals[:, :count].float().view(len(keys), *shape)
+
+
+def _bits(keys: Tensor, streams: Tensor | int) -> Tensor:
+    """31 random bits for each key; `streams` are multiples of _GOLDEN."""
+    mixed = (keys ^ streams) * _wrap(0xBF58476D1CE4E5B9)
     mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
     mixed = mixed * _wrap(0x94D049BB133111EB)
-    # The upper 31 bits are non-negative; the bias of the remainder is below high / 2**31.
-    return ((mixed >> 33) & 0x7FFFFFFF) % high
+    return (mixed >> 33) & 0x7FFFFFFF  # the upper ones, non-negative
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio
 
 
 def _wrap(value: int) -> int:
