@@ -20,7 +20,7 @@ def spent(stats: list[StepStats], waited_ms: int) -> dict[str, float]:
     recorder = Recorder(1, clock=lambda: now[0])
     recorder.enter("wait")
     now[0] = waited_ms * 1_000_000
-    record_wait(recorder, stats[1], stats, 0, now[0])
+    record_wait(recorder, 1, [one.busy_ms for one in stats], [one.user_ms for one in stats], 0, now[0])
     recorder.close()
     return {state: 1e3 * seconds for state, seconds in recorder.account().seconds.items() if seconds}
 

@@ -220,8 +220,8 @@ def test_a_verdict_that_comes_late_counts_in_the_order_of_the_steps() -> None:
 
     found = []
     for slot in axis.slots():
-        dropped.add(Part(slot, slot.first, slot.samples, 8), partial(verdict, slot.index))
-        found.append([bad.part.slot.index for bad in dropped.settle(ahead=2)])
+        bad_steps = dropped.add(Part(slot, slot.first, slot.samples, 8), partial(verdict, slot.index), ahead=2)
+        found.append([bad.part.slot.index for bad in bad_steps])
     assert found == [[], [], [0], [1], []]
     assert dropped.in_a_row == 0
     assert [bad.part.slot.index for bad in dropped.settle()] == [3, 4]

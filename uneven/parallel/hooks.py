@@ -126,13 +126,13 @@ def refuse_removed(param: Tensor) -> InputError:
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method without a reference to its object; RuntimeError once that is gone, since no sum would take place."""
-    held = weakref.WeakMethod(method)
+    held, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
         alive = held()
         if alive is None:
             raise RuntimeError("the strategy of this model is gone: keep it while you train, or close() it")
-        return alive(*args)
+        return function(alive, *args)
 
     return call
 

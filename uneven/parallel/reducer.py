@@ -117,7 +117,7 @@ class Reducer:
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether this param's gradients are summed."""
-        return param in self._place
+        return param in self._views
 
     @property
     def used(self) -> frozenset[int]:
@@ -156,7 +156,7 @@ class Reducer:
         numbers by some that are on the device. If the last bucket is there, too, one copy goes to the device and one
         back.
         """
-        while len(self._unsent) > 1:
+        while len(self._works) < self._last:
             self._send_next()
         num_stats, rank = self._num_stats, self._group.rank
         own = None if device_stats is None else device_stats()
@@ -190,16 +190,13 @@ class Reducer:
     def _extra_size(self) -> int:
         return self._group.world_size * self._num_stats + len(self._params)
 
-    @property
-    def _unsent(self) -> list[Bucket]:
-        return self.buckets[len(self._works) :]
-
     def _build_buckets(self) -> None:
         on_host = self._group.has_cheap_host_sums
         self.buckets = make_buckets(self._params, self._max_bytes, self._extra_size, extra_on_host=on_host)
         self._views = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views, strict=True)}
-        self._place = {param: place for place, param in enumerate(self._views)}
-        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        buckets = (bucket for bucket in self.buckets for _ in bucket.params)
+        places = enumerate(zip(self._views.items(), buckets, strict=True))
+        self._place_of = {param: (place, view, bucket) for place, ((param, view), bucket) in places}
         self._all_used = [1.0] * len(self._views)
         self._extra = self.buckets[-1].extra
         self._last = len(self.buckets) - 1
@@ -214,13 +211,12 @@ class Reducer:
     def _gradient_ready(self, param: nn.Parameter) -> None:
         if self._is_manual and not self._is_prepared:
             return
-        view = self._views[param]
+        place, view, bucket = self._place_of[param]
         if param.grad is not view:  # zero_grad(set_to_none=True), or a user's own tensor
             if param.grad is None:
                 raise refuse_removed(param)
             view.copy_(param.grad)
             param.grad = view
-        place = self._place[param]
         if not self.is_dummy:
             self._used.add(place)
         if not self.require_sync:
@@ -231,14 +227,14 @@ class Reducer:
             self._note_repeated(param)
             return
         self._ready.add(place)
-        self._bucket_of[param].pending -= 1
+        bucket.pending -= 1
         while self._sends_early and len(self._works) < self._last and self.buckets[len(self._works)].pending <= 0:
             self._send_next()
 
     def _note_repeated(self, param: nn.Parameter) -> None:
         """[Note: repeated gradients]"""
         self._has_repeated, self._sends_early = True, False
-        if any(bucket is self._bucket_of[param] for bucket in self.buckets[: len(self._works)]):
+        if any(bucket is self._place_of[param][2] for bucket in self.buckets[: len(self._works)]):
             raise refuse_repeated()
 
     def _begin(self) -> None:
@@ -251,7 +247,7 @@ class Reducer:
 
     def _end_of_backward(self) -> None:
         """Send what is left, wait for the sums, and attach them."""
-        for bucket in self._unsent:
+        for bucket in self.buckets[len(self._works) :]:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is None:
                     view.zero_()
@@ -267,7 +263,7 @@ class Reducer:
                 self._summed.add(param)
 
     def _send_and_wait(self) -> None:
-        while self._unsent:
+        while len(self._works) <= self._last:
             self._send_next()
         for work in self._works:
             work.wait()
@@ -278,7 +274,7 @@ class Reducer:
                 param.grad = view
 
     def _send_next(self) -> None:
-        bucket = self._unsent[0]
+        bucket = self.buckets[len(self._works)]
         if self._is_manual and self._num_checked <= len(self._works) < len(self.buckets) - 1:
             self._check_next()
         self._works.append(self._group.all_reduce(bucket.buffer))

@@ -159,7 +159,8 @@ class Balanced:
         shares = self.shares(slot, samples)
         self._update_factors(slot, shares, busy_ms)
         move = self._move(slot)
-        self._space_probes(slot, [rank for rank, share in enumerate(shares) if share and busy_ms[rank] > 0.0])
+        if 0 in self._plan[-1][1]:
+            self._space_probes(slot, [rank for rank, share in enumerate(shares) if share and busy_ms[rank] > 0.0])
         return move
 
     def _move(self, slot: int) -> Move | None:
@@ -301,10 +302,11 @@ class Balanced:
         if last[0] > slot + 1:
             return  # not in force yet
         del self._probes[:-1]
-        costs, planned = self.current_costs(), self._plan[-1][1]
+        planned = self._plan[-1][1]
         idle = [rank for rank in measured if planned[rank] == 0]
         if not idle:
             return
+        costs = self.current_costs()
         probe_ms = max(costs[rank].time_ms(self._smallest) for rank in idle)
         allowed_ms, every = PROBE_COST * finish_ms(costs, planned), PROBE_EVERY
         while every * allowed_ms < probe_ms and every < PROBE_EVERY * 2**PROBE_DOUBLINGS:
@@ -371,4 +373,7 @@ Planned = TypeVar("Planned")
 
 def _in_force(plan: Sequence[tuple[int, Planned]], slot: int) -> Planned:
     """What a plan of (from this slot on, what) has for a slot."""
-    return next(what for start, what in reversed(plan) if start <= slot or start == plan[0][0])
+    for start, what in reversed(plan):
+        if start <= slot:
+            return what
+    return plan[0][1]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from uneven.policy.claims import Claiming, ClaimsAhead
+from uneven.policy.claims import MIN_TRIP_MS, Claiming, ClaimsAhead
 from uneven.policy.late import RECENT, is_late, recent_time
 from uneven.policy.round_report import RoundReport
 from uneven.policy.windows import Windows
@@ -81,10 +81,12 @@ class SlotSchedule:
         """The first slot that this rank has still to train; without one, the end of the slots it could get."""
         if not self._slots and self._lowest_returned is None:
             self._take()
-        known = [] if self._lowest_returned is None else [self._lowest_returned]
-        if self._slots:
-            known.append(min(self._slots) if self._is_mixed else self._slots[0])
-        return min(known, default=self.windows.due if self._is_divided or self._is_left_out else self.total)
+        if not self._slots:
+            if self._lowest_returned is not None:
+                return self._lowest_returned
+            return self.windows.due if self._is_divided or self._is_left_out else self.total
+        first = min(self._slots) if self._is_mixed else self._slots[0]
+        return first if self._lowest_returned is None else min(first, self._lowest_returned)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -211,8 +213,10 @@ class SlotSchedule:
     @property
     def _barrier(self) -> int:
         """The slot that this rank must not pass before all ranks have got there, or before it has merged."""
-        known = [slot for slot in (self.end, self._limit) if slot is not None]
-        return min([self.windows.event, *known])
+        barrier = self.windows.event
+        if self.end is not None and self.end < barrier:
+            barrier = self.end
+        return barrier if self._limit is None else min(barrier, self._limit)
 
     @property
     def _front(self) -> int:
@@ -235,12 +239,13 @@ class SlotSchedule:
     @property
     def _is_left_out(self) -> bool:
         """Whether this rank claims nothing in this window."""
-        return not self._is_divided and self.windows.is_left_out(self.rank) and not self.windows.is_probed(self.rank)
+        return self.windows.is_left_out(self.rank) and not self._is_divided and not self.windows.is_probed(self.rank)
 
     @property
     def _share(self) -> float:
         """This rank's fraction of all slots, by the current counts."""
-        return self._count / (sum(self.windows.counts) - self.windows.counts[self.rank] + self._count)
+        counts, count = self.windows.counts, self._count
+        return count / (sum(counts) - counts[self.rank] + count)
 
     def _take(self) -> None:
         """Get more slots, if this rank may have some now."""
@@ -272,13 +277,9 @@ class SlotSchedule:
 
     def _ask_ahead(self) -> None:
         """Send the next claim, if the slots held will not last until it is answered."""
-        if (
-            self.ahead is None
-            or self._on_its_way
-            or self._is_divided
-            or self._claimed >= self.total
-            or self._is_left_out
-        ):
+        if self.ahead is None or self._on_its_way or self.ahead.trip_ms <= MIN_TRIP_MS:
+            return  # near the store claims are waited for: `Claiming.is_ahead`
+        if self._is_divided or self._claimed >= self.total or self._is_left_out:
             return
         if self._slots and self._slots[-1] >= self._barrier:
             return  # nothing before the barrier is left for this rank

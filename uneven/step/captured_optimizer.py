@@ -152,7 +152,7 @@ class CapturedUpdate:
 
 def make_captured_update(step: EagerStep) -> CapturedUpdate | None:
     """None where the update must stay eager: the user's own function, a loss scaler, or an optimizer that cannot."""
-    if step.before_update.function is not None or step.precision.scaler.is_enabled():
+    if step.before_update.function is not None or step.precision.is_scaled:
         return None
     try:
         return CapturedUpdate(step)

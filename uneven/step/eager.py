@@ -31,6 +31,7 @@ from uneven.step.finite import (
     find_fault,
     largest_of,
     largest_unless_finite,
+    losses_of,
     total_count,
 )
 from uneven.step.loss import LossMeter, read_loss, warn_of_fraction
@@ -84,6 +85,8 @@ class EagerStep:
         self.before_update = before_update or BeforeUpdate()
         self.batchnorm_sync = batchnorm_sync or BatchNormSync()
         self.meter = LossMeter(precision.device)
+        self._is_on_host = not self.meter.totals.is_cuda
+        self._changes_gradients = self.before_update != BeforeUpdate()
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
         self._has_counted = False  # the first count is looked at: later ones are left where they are, on the device
@@ -116,7 +119,7 @@ class EagerStep:
         counts = self._backward_once(batches, slot_samples)
         # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step. A function
         # of the user's, or a clip by value, must not see or hide what is not finite.
-        is_scaled = self.precision.scaler.is_enabled()
+        is_scaled = self.precision.is_scaled
         before = self.before_update
         is_late = is_scaled or before.function is not None or before.max_grad_value is not None
         norm = None if is_late else self.prepare_update(counts)
@@ -157,7 +160,7 @@ class EagerStep:
     def accumulate(self, batch: Batch, samples: int, slot_samples: int) -> None:
         """A micro-batch ahead of its step, without any collective."""
         self._zero_once()
-        with self.micro_batch_context(is_last=False):
+        with self.no_sync():
             self._accumulated = _added(self._accumulated, self.backward_of(batch, samples, slot_samples))
 
     def cancel(self) -> None:
@@ -197,7 +200,7 @@ class EagerStep:
         """The second half of a step of all ranks: the update, or the reason why all of them skip it."""
         fault = self.fault_of(checks)
         if fault is None:
-            self.meter.learn([own.losses for own in checks])
+            self.meter.learn(losses_of(checks))
             total = total_count(checks)
             self.apply(None if total is None else torch.tensor(total, dtype=torch.float64))
         else:
@@ -233,13 +236,9 @@ class EagerStep:
             rest_of_count=count - rounded[1],
         )
 
-    @property
-    def _is_on_host(self) -> bool:
-        return not self.meter.totals.is_cuda
-
     def fault_of(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """What is wrong with a step of these ranks, if anything; the same on every rank."""
-        return find_fault(checks, self.limit, checks_gradients=not self.precision.scaler.is_enabled())
+        return find_fault(checks, self.limit, checks_gradients=not self.precision.is_scaled)
 
     @property
     def limit(self) -> float:
@@ -256,23 +255,28 @@ class EagerStep:
         A micro-batch of 0 samples is a dummy batch: it takes part in SyncBatchNorm's collectives and counts nothing.
         """
         counts, self._accumulated = self._accumulated, None
-        for place, (batch, samples) in enumerate(batches):
-            with self.micro_batch_context(is_last=place == len(batches) - 1):
+        for batch, samples in batches[:-1]:
+            with self.no_sync():
                 counts = _added(counts, self.backward_of(batch, samples, slot_samples))
+        for batch, samples in batches[-1:]:
+            counts = _added(counts, self.backward_of(batch, samples, slot_samples))
         return counts
 
-    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Around a micro-batch's backward: only the last one's gradients are sent to the other ranks."""
-        return nullcontext() if is_last or self.reducer is None else self.reducer.no_sync()
+        return nullcontext() if self.reducer is None else self.reducer.no_sync()
 
     def backward_of(self, batch: Batch, samples: int, slot_samples: int) -> Tensor | None:
         """One micro-batch; returns its count if the train step returned one."""
-        with self.precision.region(), self.batchnorm_sync.dummy_batch(samples == 0):
+        if self.precision.name == "fp32" and not self.batchnorm_sync.layers:
             result = self.train_step(self.model, batch)
+        else:
+            with self.precision.region(), self.batchnorm_sync.dummy_batch(samples == 0):
+                result = self.train_step(self.model, batch)
         loss, count = self.weigh(result, samples, slot_samples)
         if self.reducer is not None:
             self.reducer.is_dummy = samples == 0
-        self.precision.scaler.scale(loss).backward()
+        (self.precision.scaler.scale(loss) if self.precision.is_scaled else loss).backward()
         return count
 
     def weigh(self, result: Any, samples: int, slot_samples: int) -> tuple[Tensor, Tensor | None]:
@@ -309,7 +313,7 @@ class EagerStep:
         if not self._is_prepared_by(counts):
             return None  # listing the params of a model takes as long as ten operations on them
         scaler = self.precision.scaler  # it unscales the optimizer's gradients alone
-        if scaler.is_enabled() and (outside := [param.grad for param in self._outside if param.grad is not None]):
+        if self.precision.is_scaled and (outside := [param.grad for param in self._outside if param.grad is not None]):
             torch._foreach_div_(outside, scaler.get_scale())
         return self._prepare(self.optimizer, list(self.model.parameters()), counts)
 
@@ -334,7 +338,7 @@ class EagerStep:
 
     def _is_prepared_by(self, counts: Tensor | None) -> bool:
         """Whether anything happens to the gradients before the update."""
-        return counts is not None or self.before_update != BeforeUpdate()
+        return counts is not None or self._changes_gradients
 
     def step_optimizer(self) -> None:
         self.precision.step(self.optimizer)
@@ -351,7 +355,8 @@ class EagerStep:
 
     def _backward_once(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
         """Backward of a slot, all of it or what is left of it; returns its count, if there is one."""
-        self._begin_once()
+        if not self._has_begun:
+            self.begin()
         self._zero_once()
         counts = self.backward(batches, slot_samples)
         self._is_zeroed = False
@@ -386,10 +391,6 @@ class EagerStep:
 
     def _is_finite(self) -> bool:
         return bool(largest_of(self.gradients).isfinite())
-
-    def _begin_once(self) -> None:
-        if not self._has_begun:
-            self.begin()
 
     def backup(self) -> Backup:
         """Made at the first step, when the model's layers are final."""
@@ -435,7 +436,9 @@ class TrainedParams:
                     "requires_grad before the run begins (with a param group of lr=0 for what is to learn later), or "
                     "train the second stage in a run of its own"
                 )
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         if count != self._count:
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 if param not in self._known:
@@ -449,7 +452,7 @@ class TrainedParams:
 def split_checks(rows: Rows) -> tuple[Rows, list[OwnCheck]]:
     """Take the checks off the ends of the ranks' rows."""
     size = len(OwnCheck._fields)
-    return [row[:-size] for row in rows], [OwnCheck.from_row(row[-size:]) for row in rows]
+    return [row[:-size] for row in rows], [OwnCheck._make(row[-size:]) for row in rows]
 
 
 def adapt_before_step(function: Callable[..., object] | None) -> BeforeStep | None:

@@ -67,13 +67,8 @@ class OwnCheck(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "OwnCheck":
-        """As ranks send it; a rank alone leaves out what its meter holds."""
+        """Of a rank alone, which leaves out what its meter holds."""
         return cls(*row)
-
-    @property
-    def losses(self) -> tuple[float, float]:
-        """Sum and count of the rank's losses since the last epoch's entry, this step's among them."""
-        return self.meter_sum + self.rest_of_sum, self.meter_count + self.rest_of_count
 
 
 class Fault(NamedTuple):
@@ -101,22 +96,32 @@ def find_fault(checks: Sequence[OwnCheck], largest_sum: float, *, checks_gradien
             return Fault(rank, Cause.LOSS_NAN if math.isnan(own.loss) else Cause.LOSS_INF)
         if own.has_count and not (math.isfinite(own.counts) and own.counts >= 0):
             return Fault(rank, Cause.COUNT)
-    if total_count(checks) == 0:
+    if total_count(checks) == 0.0:
         return Fault(next(rank for rank, own in enumerate(checks) if own.has_count), Cause.NO_COUNT)
     if not checks_gradients:
         return None
+    total = 0.0
     for rank, own in enumerate(checks):
         if not math.isfinite(own.largest):
             return Fault(rank, Cause.GRADIENT_NAN if math.isnan(own.largest) else Cause.GRADIENT_INF)
-    if sum(own.largest for own in checks) > largest_sum:
+        total += own.largest
+    if total > largest_sum:
         return Fault(max(range(len(checks)), key=lambda rank: checks[rank].largest), Cause.SUM)
     return None
 
 
 def total_count(checks: Iterable[OwnCheck]) -> float | None:
     """The count of all ranks; None where losses are means, and no rank has a count."""
-    counts = [own.counts for own in checks if own.has_count]
-    return sum(counts) if counts else None
+    total = None
+    for own in checks:
+        if own.has_count:
+            total = own.counts + (total or 0.0)
+    return total
+
+
+def losses_of(checks: Iterable[OwnCheck]) -> list[tuple[float, float]]:
+    """Sum and count of each rank's losses since the last epoch's entry, this step's among them."""
+    return [(own.meter_sum + own.rest_of_sum, own.meter_count + own.rest_of_count) for own in checks]
 
 
 def largest_of(gradients: Sequence[Tensor]) -> Tensor:
@@ -137,10 +142,11 @@ def largest_unless_finite(gradients: Sequence[Tensor]) -> Tensor | float:
 
     On a CPU a sum that is finite proves it: one operation for each gradient instead of four.
     """
-    on_host = not any(grad.is_cuda for grad in gradients)
-    if on_host and all(math.isfinite(_values(grad).sum().item()) for grad in gradients):
-        return 0.0
-    return largest_of(gradients)
+    for grad in gradients:
+        values = grad if grad.is_floating_point() and not grad.is_sparse else _values(grad)
+        if grad.is_cuda or not math.isfinite(values.sum().item()):
+            return largest_of(gradients)
+    return 0.0
 
 
 def _values(grad: Tensor) -> Tensor:

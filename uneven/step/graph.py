@@ -90,7 +90,7 @@ def run_on_device(step: EagerStep, batches: Sequence[tuple[Batch, int]], slot_sa
     step.begin()
     step.optimizer.zero_grad(set_to_none=True)
     counts = step.backward(batches, slot_samples)
-    is_scaled = step.precision.scaler.is_enabled()
+    is_scaled = step.precision.is_scaled
     is_clipped = step.before_update.max_grad_value is not None
     largest = largest_of(step.gradients) if is_clipped and not is_scaled else None  # before the clip
     # A fused optimizer can skip its step on the device: GradScaler uses that, too.

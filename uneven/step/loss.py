@@ -40,6 +40,8 @@ class OutputStep:
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         result = self._train_step(model, batch)
+        if isinstance(result, Tensor):
+            return result
         loss = loss_of_output(result)
         if loss is None:
             return result
@@ -105,7 +107,7 @@ def read_loss(result: Any) -> tuple[Tensor, Any]:
             "the train step returned a loss without a graph (detached, computed under no_grad, or not from the model's "
             "trained params): return the loss as the model's forward gave it, before detach or backward"
         )
-    return _without_dimensions(loss), _without_dimensions(count)
+    return loss.squeeze() if loss.ndim else loss, None if count is None else _without_dimensions(count)
 
 
 def _without_dimensions(value: Any) -> Any:

@@ -31,6 +31,7 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.is_scaled = self.scaler.is_enabled()
         self.is_stepping = False  # an optimizer: whoever else steps it is the user's script (api/batch_steps.py)
         # Makes its tensors: a rank without samples steps, too, and has scaled no loss before.
         self.scaler.scale(torch.ones((), device=device))
@@ -39,8 +40,11 @@ class Precision:
         """Every update of a run goes through here."""
         self.is_stepping = True
         try:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+            if self.is_scaled:
+                self.scaler.step(optimizer)
+                self.scaler.update()
+            else:
+                optimizer.step()
         finally:
             self.is_stepping = False
 

@@ -107,6 +107,9 @@ class Schedule:
         """Set the learning rates for this position (the slots before it), times the scale."""
         if scale == 1.0 and self.is_constant:
             return
+        if self._scheduler is None and scale == self._scale and self.rates == self._written:
+            self._position = position
+            return
         self._take_own_rates()
         plain = self.plain
         if self._scheduler is not None:

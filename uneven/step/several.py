@@ -25,7 +25,7 @@ from uneven.errors import InputError, RankError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.step.eager import DerivedStep, EagerStep, Rows, Stats
-from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
+from uneven.step.finite import Fault, OwnCheck, largest_of, losses_of, total_count
 
 # What a rank names in an exchange; _FIRST + place is an update.
 _ABSENT = 0
@@ -193,7 +193,8 @@ class SeveralSteps(DerivedStep):
     ) -> tuple[Rows, list[OwnCheck]]:
         """The end of a slot: exchange statistics; a rank without samples takes part in the others' updates first."""
         del slot_samples
-        self._begin_once()
+        if not self._has_begun:
+            self.begin()
         own = list(stats())
         while True:
             rows = self._exchange(_END if batches else _ABSENT, own)
@@ -253,8 +254,8 @@ class SeveralSteps(DerivedStep):
                 lambda: list(OwnCheck()), lambda: self.sent_check(counts, reducer.largest_gradient())
             )
             self._enter("compute")
-            checks = [OwnCheck.from_row(row) for row in rows]
-            self._losses = [own.losses for own in checks]
+            checks = [OwnCheck._make(row) for row in rows]
+            self._losses = losses_of(checks)
         else:
             grads = [param.grad for param in self._params[name] if param.grad is not None]
             checks = [OwnCheck.from_row(self.own_check(counts, largest_of(grads)).tolist())]

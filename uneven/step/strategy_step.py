@@ -6,7 +6,7 @@ their own.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,8 +75,8 @@ class StrategyStep(DerivedStep):
         for param in self._outside:
             param.grad = None
 
-    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self._strategy.no_sync()
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._strategy.no_sync()
 
     def backward_of(self, batch: Batch | None, samples: int, slot_samples: int) -> Tensor | None:
         if batch is None:

@@ -10,6 +10,7 @@ with what to do instead.
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ from uneven.parallel.survivors import CanSurvive
 from uneven.policy.axis import Axis, Part
 from uneven.policy.events import Events, find_events
 from uneven.policy.scale import lr_scale, ramp
-from uneven.policy.stream_axis import expected_samples
+from uneven.policy.stream_axis import StreamAxis, expected_samples
 from uneven.results.state import read_structure
 from uneven.results.state_tree import split_tree
 from uneven.results.tensor_file import can_hold
@@ -120,6 +121,7 @@ class Engine:
         self.whole_state: FullState | None = None
         self.rolled_back = 0  # the number of the checkpoint that `whole_state` was read from, if it was
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
+        self._grown_from = sys.maxsize  # from this slot on learning rates have their whole scale
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
 
     @property
@@ -255,7 +257,11 @@ class Engine:
         self.step.check_params()
         if scale == 1.0 and self.schedule.is_constant:
             return
-        grown = grown_scale(scale, self.axis, self.state.samples_before(slot))
+        grown = scale
+        if slot < self._grown_from:
+            grown = grown_scale(scale, self.axis, self.state.samples_before(slot))
+            if grown == scale and not isinstance(self.axis, StreamAxis):  # of which the end is not known
+                self._grown_from = slot
         self.schedule.move_to(self.schedule_position(slot), grown)
 
     def schedule_position(self, slot: int) -> int:
@@ -286,8 +292,10 @@ class Engine:
         """
         if isinstance(self.step, CapturedStep):
             return not self.step.is_replayed
+        if self.device.type != "cuda":
+            return False
         sizes = tuple(part.sizes)
-        is_new = self.device.type == "cuda" and sizes not in self._seen_sizes
+        is_new = sizes not in self._seen_sizes
         self._seen_sizes.add(sizes)
         return is_new
 

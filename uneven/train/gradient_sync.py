@@ -9,6 +9,7 @@ which the log of a lost rank is made.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
+from uneven.policy.stream_axis import StreamAxis
 from uneven.step.captured import check_capturable
 from uneven.step.finite import Fault, OwnCheck, Verdict
 from uneven.timeline.record import Recorder
@@ -63,17 +65,20 @@ def is_leaving(row: Sequence[float]) -> bool:
     return int(StepStats._make(row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
 
 
-def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], sent_ns: int, summed_ns: int) -> None:
-    """Divide the time between the two: until the last rank came this one waited, the rest was communication.
+def record_wait(
+    recorder: Recorder, rank: int, busy_ms: Sequence[float], user_ms: Sequence[float], sent_ns: int, summed_ns: int
+) -> None:
+    """Divide the time between the last two, by what the ranks did: until the last of them came this one waited, and
+    the rest was communication.
 
     What the last rank worked longer is waiting. What it came later still, it spent in code of the user's own
     (an evaluation between epochs, on rank 0 alone): that is the user's time on this rank, too.
     """
-    waited_ms = max(rank.user_ms + rank.busy_ms for rank in stats) - (own.user_ms + own.busy_ms)
-    user_ms = max(0.0, waited_ms - (max(rank.busy_ms for rank in stats) - own.busy_ms))
-    if user_ms:
+    waited_ms = max(map(add, user_ms, busy_ms)) - (user_ms[rank] + busy_ms[rank])
+    held_up_ms = max(0.0, waited_ms - (max(busy_ms) - busy_ms[rank]))
+    if held_up_ms:
         recorder.enter("user", sent_ns)
-        recorder.enter("wait", min(summed_ns, sent_ns + int(user_ms * 1e6)))
+        recorder.enter("wait", min(summed_ns, sent_ns + int(held_up_ms * 1e6)))
     recorder.enter("communication", min(summed_ns, sent_ns + int(waited_ms * 1e6)))
     recorder.enter("compute", summed_ns)
 
@@ -118,9 +123,6 @@ class StepTimer:
         return user_ms
 
 
-Log = list[tuple[int, int, int]]
-
-
 class StepGuard:
     """Life cycle: one per generation; `plan` for every slot, `begin` and `done` around every step."""
 
@@ -157,10 +159,10 @@ class StepGuard:
     def note_dropped(self, slots: Iterable[int]) -> None:
         self._dropped.update(slots)
 
-    def end_applied(self) -> None:
+    @property
+    def is_applied(self) -> bool:
         """A sharded step is applied before its params are sent: one that was interrupted after that counts."""
-        if self._part is not None and self._engine.updates > self._updates:
-            self.end_interrupted(was_applied=True, fault=None)
+        return self._part is not None and self._engine.updates > self._updates
 
     def end_interrupted(self, was_applied: bool, fault: Fault | None) -> list[BadStep]:
         """The group is lost, perhaps inside a step. `was_applied`: a survivor has been through the step, so it counts,
@@ -212,14 +214,17 @@ class GradientSync:
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
         # With tensor or sequence parallelism every rank trains all samples of a slot.
         self._is_model_parallel = engine.rank_info.world_size > 1 and engine.config.is_model_parallel
+        self._is_alone = engine.rank_info.world_size == 1
         self._dummies = DummyBatches(engine, self._is_model_parallel)
-        self.busy_ms: list[float] = []  # every rank's own work in the last step
+        self.busy_ms: Sequence[float] = ()  # every rank's own work in the last step
         self._has_advised = False
         self.lr_scale = 1.0
         self.weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
         self._timer = StepTimer(engine.rank_info)
-        self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
+        # A step that the policy does not know of yet, with every rank's time for it; 0 means not measured.
+        self._unnoted: tuple[Slot, Sequence[float]] | None = None
+        self._quiet_until = 0  # no event is due before this slot, unless one is requested
         self.guard: StepGuard | None = None  # where the run can go on without a rank
         self.event_loss: float | None = None  # of the event that is being reached
 
@@ -299,7 +304,7 @@ class GradientSync:
 
     def advance(self, done: int) -> EventCall | None:
         """The event after the last step, if there is one."""
-        if self.engine.rank_info.world_size == 1:  # now: a callback may have just asked for something
+        if self._is_alone:  # now: a callback may have just asked for something
             asked = self.inbox.read()
             self.is_stopped |= asked.is_stopping
             self._follow(asked.wish)
@@ -309,6 +314,7 @@ class GradientSync:
         """What any rank wants after the last step."""
         trained, self.wished = self.engine.state.trained, wish
         if wish:
+            self._quiet_until = 0
             request_event(self.engine.events, trained, wish, trained - 1)
 
     def begin(self, part: Part) -> None:
@@ -338,10 +344,16 @@ class GradientSync:
             engine.state.skip_epoch(epoch)
             return self._call(epoch, None)
         slot = engine.state.trained
+        if slot < self._quiet_until:
+            return None
         epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
         is_over = slot == axis.epoch_end(epoch)
         is_event = slot > done and (is_over or engine.events.evaluates(slot) or engine.events.saves(slot))
-        return self._call(epoch, None if is_over else slot) if is_event else None
+        if is_event:
+            return self._call(epoch, None if is_over else slot)
+        if not isinstance(axis, StreamAxis):  # its epochs end where nobody knows beforehand
+            self._quiet_until = min(engine.events.next_event(slot), axis.epoch_end(axis.epochs_before(slot)))
+        return None
 
     def _call(self, epoch: int, step: int | None) -> EventCall:
         """With the mean loss since the last entry of the history; a collective, unless ranks had it already."""
@@ -372,11 +384,13 @@ class GradientSync:
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         self.begin(part)
-        if engine.rank_info.world_size > 1:
-            verdict = self._synced_step(part, micros + self._dummies.of(part, self.policy.shares))
-        else:
+        if self._is_alone:
             verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
+        else:
+            if self._dummies.are_needed:
+                micros = micros + self._dummies.of(part, self.policy.shares)
+            verdict = self._synced_step(part, micros)
         engine.recorder.enter("other")
         if self._is_skipping:
             return None
@@ -388,8 +402,9 @@ class GradientSync:
             self.guard.done()
         # Only one rank alone learns of a bad step later, and it averages no buffers.
         self.weight += 0 if bad_steps else part.samples
-        self.note_bad_steps(bad_steps)
-        if engine.rank_info.world_size > 1:
+        if bad_steps:
+            self.note_bad_steps(bad_steps)
+        if self.wished and not self._is_alone:
             self._follow(self.wished)
         return engine.state.trained
 
@@ -451,10 +466,8 @@ class GradientSync:
 
     def end_applied(self) -> None:
         """The group is lost: a sharded step that was applied here before its params were sent counts."""
-        if self.guard is not None:
-            known = len(self.engine.state.log)
-            self.guard.end_applied()
-            self._weigh_since(known)
+        if self.guard is not None and self.guard.is_applied:
+            self.end_interrupted(was_applied=True, fault=None)
 
     def end_interrupted(self, *, was_applied: bool, fault: Fault | None) -> None:
         """Of those who are left one has been through the step that is interrupted here, or none has: see StepGuard."""
@@ -463,11 +476,8 @@ class GradientSync:
         known = len(self.engine.state.log)
         bad_steps = self.guard.end_interrupted(was_applied, fault)
         if not bad_steps:
-            self._weigh_since(known)
+            self.weight += sum(samples for _, _, samples in self.engine.state.log[known:])
         self.note_bad_steps(bad_steps)
-
-    def _weigh_since(self, known: int) -> None:
-        self.weight += sum(samples for _, _, samples in self.engine.state.log[known:])
 
     def take_buffers(self, averaged: Tensor) -> None:
         """Of another rank, which has averaged them with this one's."""
@@ -484,33 +494,34 @@ class GradientSync:
             self.buffers, self.weight = before.buffers, before.weight
 
     def _synced_step(self, part: Part, micros: Micros) -> Verdict:
-        """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
-
-        Returns whether the step was finite.
-        """
+        """A step whose gradients are summed over all ranks, with their statistics in the same sum."""
         engine = self.engine
         slot = part.slot
         recorder = self.engine.recorder
         rows, checks = engine.step.forward_backward(micros, slot.samples, lambda: self._stats_of_step(part))
         summed_ns = recorder.clock()
         self._timer.start(summed_ns)
-        stats = [StepStats._make(row) for row in rows]
-        own = stats[engine.rank_info.rank]
-        record_wait(recorder, own, stats, self._timer.stopped_ns, summed_ns)
-        statuses = [RankStatus(int(rank.status)) for rank in stats]
-        check_status(statuses, slot.index)
+        busy_ms, are_unrepresentative, statuses, fingerprints, user_ms, wishes = zip(*rows, strict=True)  # as StepStats
+        rank = engine.rank_info.rank
+        record_wait(recorder, rank, busy_ms, user_ms, self._timer.stopped_ns, summed_ns)
+        if any(statuses):
+            check_status([RankStatus(int(status)) for status in statuses], slot.index)
         fault = None
         if RankStatus.SKIPS_REST in statuses:
             self._is_skipping = True
             engine.step.skip()
         else:  # before anything else: a device is idle until then
             fault = engine.step.update(checks)
-        if own.is_unrepresentative:
+        if are_unrepresentative[rank]:
             recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=self._timer.busy_ms)
-        self.busy_ms = [rank.busy_ms for rank in stats]
-        self.wished = wished(rank.wish for rank in stats)
-        check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
-        self._unnoted = None if self._is_skipping else (slot, stats)
+        self.busy_ms = busy_ms
+        self.wished = wished(wishes) if any(wishes) else Wish.NONE
+        if fingerprints.count(fingerprints[0]) < len(fingerprints):
+            check_agreement([int(one) for one in fingerprints], f"before slot {slot.index}")
+        # Without those that are no measure: else a rank that captures a graph looks slow, its share moves to a size
+        # that must be captured in turn, and so on.
+        known = [0.0 if is_none else ms for is_none, ms in zip(are_unrepresentative, busy_ms, strict=True)]
+        self._unnoted = None if self._is_skipping else (slot, known)
         if not engine.step.is_captured:
             self._follow_speeds()
         self.is_stopped |= RankStatus.STOP_REQUESTED in statuses and not self._is_skipping
@@ -545,10 +556,7 @@ class GradientSync:
         """
         if self._unnoted is None:
             return
-        (slot, stats), self._unnoted = self._unnoted, None
-        # 0 means not measured. Otherwise a rank that captures a graph looks slow, its share moves to a size that must
-        # be captured in turn, and so on.
-        times = [0.0 if rank.is_unrepresentative else rank.busy_ms for rank in stats]
+        (slot, times), self._unnoted = self._unnoted, None
         move = self.policy.note(slot.index, slot.samples, times)
         if move is not None:
             self.engine.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
@@ -567,8 +575,10 @@ class DummyBatches:
     """
 
     def __init__(self, engine: Engine, is_model_parallel: bool) -> None:
-        self._engine, self._is_model_parallel = engine, is_model_parallel
+        self._engine = engine
         self._inputs: Any = None
+        is_plain = engine.config.is_replicated and not engine.batchnorm_sync.layers
+        self.are_needed = not (is_plain or is_model_parallel)
 
     def read(self) -> None:
         """One sample, to pass through the layers."""
@@ -578,8 +588,6 @@ class DummyBatches:
     def of(self, part: Part, shares_of: Callable[[int, int], Sequence[int]]) -> Micros:
         """What this rank runs after its own micro-batches of a part."""
         engine = self._engine
-        if self._is_model_parallel or (engine.config.is_replicated and not engine.batchnorm_sync.is_open):
-            return []
         shares = shares_of(part.slot.index, part.slot.samples)
         most = max(-(-share // engine.micro_batch_size(share, rank)) for rank, share in enumerate(shares))
         missing = range(most - len(part.sizes))

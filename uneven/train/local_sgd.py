@@ -196,7 +196,8 @@ class LocalSGD:
         """A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must not pass
         that epoch inside the iteration of this one; held by tests/api/test_loop.py. One that leaves goes first.
         """
-        return Wish.LEAVE in self.wished or (self.engine.is_own_loop and self.epoch > self._begun)
+        is_leaving = self.wished and Wish.LEAVE in self.wished
+        return bool(is_leaving) or (self.engine.is_own_loop and self.epoch > self._begun)
 
     def event_due(self, done: int) -> EventCall | None:
         """Events that follow from the last round, and those that a loss has interrupted."""
@@ -343,9 +344,10 @@ class LocalSGD:
     @property
     def _hurries(self) -> bool:
         """Rounds follow at once. A rank that leaves trains nothing after the round that it hands its work in with."""
+        if self._has_failed or self.others_stop or self._skips:
+            return True
         asked = self.inbox.read()
-        is_hurried = self._has_failed or self.others_stop or self._skips
-        return is_hurried or asked.is_stopping or Wish.LEAVE in asked.wish
+        return asked.is_stopping or (bool(asked.wish) and Wish.LEAVE in asked.wish)
 
     @property
     def _has_failed(self) -> bool:
@@ -376,7 +378,8 @@ class LocalSGD:
         bad_steps = engine.state.commit(part, verdict, position, engine.late_verdicts)
         step_ms = (now_ns - self._free_ns) / 1e6
         self.tally.add(part.samples, step_ms)
-        self.tally.drop(bad_steps)
+        if bad_steps:
+            self.tally.drop(bad_steps)
         return step_ms
 
     def _enter(self, status: RankStatus) -> None:

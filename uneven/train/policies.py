@@ -80,6 +80,7 @@ class SlotClaims:
         self._recorder = recorder
         self._waited_ns = 0
         self._trips_ms: deque[float] = deque(maxlen=MEMORY)
+        self._trip_ms = 0.0  # typical of them
         self._is_connected = False
         self._on_its_way: _Claim | None = None
         self._queue: queue.SimpleQueue[_Claim | None] = queue.SimpleQueue()
@@ -87,7 +88,7 @@ class SlotClaims:
 
     @property
     def trip_ms(self) -> float:
-        return typical_ms(tuple(self._trips_ms))
+        return self._trip_ms
 
     def claim(self, count: int) -> int:
         """Claim so many slots now and wait for the reply: the first of their numbers."""
@@ -150,6 +151,7 @@ class SlotClaims:
         first = self._source.claim(count)
         if self._is_connected:  # the first claim connects
             self._trips_ms.append((self._recorder.clock() - began_ns) / 1e6)
+            self._trip_ms = typical_ms(tuple(self._trips_ms))
         self._is_connected = True
         return first
 

@@ -114,7 +114,8 @@ class Saves:
 
             @changes_nothing
             def wait(*_: object) -> None:
-                self.wait_taken()
+                if self._saver is not None:
+                    self._saver.wait_taken()
 
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
                 optimizer.register_step_pre_hook(wait)

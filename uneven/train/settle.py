@@ -45,7 +45,7 @@ from uneven.step.finite import Fault
 from uneven.step.loss import LossMeter
 from uneven.step.several import OptimizerGroup, SeveralSteps
 from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync, Log
+from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
 from uneven.train.rank_info import Generation
@@ -343,7 +343,7 @@ def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], 
     return list(logs.values())
 
 
-def log_of(record: Mapping[str, Any], rank: int, axis: Axis) -> dict[str, Log]:
+def log_of(record: Mapping[str, Any], rank: int, axis: Axis) -> dict[str, list[tuple[int, int, int]]]:
     """All parts of a rank in a generation, and those that were dropped."""
     ledger = Ledger.from_json(record["ledger"])
     dropped = set(record["dropped"])

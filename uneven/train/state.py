@@ -41,7 +41,7 @@ class BadStep(NamedTuple):
 
 
 class DroppedSteps:
-    """Life cycle: `add` after every step, then `settle`, which tells the bad ones among those that are known.
+    """Life cycle: `add` after every step, which tells the bad ones among those that are known, as `settle` does.
 
     A captured step's verdict is known only when the device has done it; all others are known at once. `parts` holds
     (slot, first, samples) of what this rank dropped; `samples` counts those of all ranks, as far as this rank knows.
@@ -62,8 +62,9 @@ class DroppedSteps:
         self._reported = samples
         self.in_a_row = in_a_row
 
-    def add(self, part: Part, verdict: Verdict) -> None:
+    def add(self, part: Part, verdict: Verdict, ahead: int) -> list[BadStep]:
         self._unknown.append((part, verdict))
+        return self.settle(ahead)
 
     def settle(self, ahead: int = 0) -> list[BadStep]:
         """The bad steps among all but the last `ahead`; waits for the device where it must."""
@@ -190,12 +191,14 @@ class RunState:
         self.log.append((part.slot.index, part.first, part.samples))
         self.trained = position
         self.samples += part.samples
-        self.dropped.add(part, verdict)
-        return self.settle_steps(ahead)
+        found = self.dropped.add(part, verdict, ahead)
+        return self._note_dropped(found) if found else found
 
     def settle_steps(self, ahead: int = 0) -> list[BadStep]:
         """The bad steps among all but the last `ahead` ones; each is returned once."""
-        found = self.dropped.settle(ahead)
+        return self._note_dropped(self.dropped.settle(ahead))
+
+    def _note_dropped(self, found: list[BadStep]) -> list[BadStep]:
         for part, fault in found:
             self.samples -= part.samples
             fields = {"slot": part.slot.index, "samples": part.samples, "by": fault.rank, "cause": str(fault)}

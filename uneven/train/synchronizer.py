@@ -128,7 +128,8 @@ class Inbox:
             self._saved_ns = self._evaluated_ns = self._clock()
 
     def read(self) -> Asked:
-        return Asked(self.requests.stop.is_set() or self._callbacks.is_stopping(), self._wish())
+        is_stopping = self.requests.stop.is_set() or (self._callbacks.is_any and self._callbacks.is_stopping())
+        return Asked(is_stopping, self._wish())
 
     def _wish(self) -> Wish:
         if self._is_replay:
@@ -375,6 +376,8 @@ def describe_straggler(slot: int, name: str, is_out: bool) -> str:
 
 def check_status(statuses: Sequence[RankStatus], slot: int) -> None:
     """LeftLoopError naming the first rank that left before this slot."""
+    if not any(statuses):
+        return
     for rank, status in enumerate(statuses):
         if status == RankStatus.LEFT_EPOCH:
             raise LeftLoopError(

@@ -329,7 +329,7 @@ class Worker:
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
         try:
-            if (slot := synchronizer.step(part, micros)) is not None:
+            if (slot := synchronizer.step(part, micros)) is not None and self.callbacks.is_any:
                 synchronizer.note_user_time(self._call_back("on_step", slot))
             self.follow(synchronizer)
         except NotFiniteError:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from uneven.step.finite import OwnCheck
+from uneven.step.finite import OwnCheck, losses_of
 from uneven.step.loss import LossMeter
 from uneven.train.settle import Settlement, Standing, settled_losses, take_losses
 
@@ -58,6 +58,6 @@ def test_an_event_that_the_furthest_one_has_finished_is_not_reached_again() -> N
 def test_losses_travel_in_fp32_with_48_bits() -> None:
     found = meter(123456.789012345, 2.0**25 + 1)
     sent = found.halves().float().double().tolist()
-    loss_sum, count = OwnCheck(0.0, 0.0, 0.0, 0.0, *sent).losses
+    ((loss_sum, count),) = losses_of([OwnCheck(0.0, 0.0, 0.0, 0.0, *sent)])
     assert abs(loss_sum / 123456.789012345 - 1) < 1e-14
     assert count == 2.0**25 + 1
