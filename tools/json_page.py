@@ -17,7 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from uneven.bench.chaos.report import ChaosDocument
+from uneven.bench.chaos.report import ChaosReport
 from uneven.bench.demo import ModeRow
 from uneven.bench.efficiency import Efficiency
 from uneven.bench.policies import Trial
@@ -61,7 +61,7 @@ DOCUMENTS: dict[str, Any] = {
     "bench scaling": Scaling,
     "bench strategies": RowsDocument | PairsDocument,
     "bench sweep": bench.Swept | bench.Planned,
-    "chaos": ChaosDocument,
+    "chaos": ChaosReport,
     "config check": config.Checked,
     "config show": config.Shown,
     "data get": data.Fetched,

@@ -148,9 +148,6 @@ class ScalingOrder:
     samples: Annotated[int, Typed("Of each run.", least=1)] = 4096
     batch_size: Annotated[int | None, Typed("Per rank; default: the model's own.", least=1)] = None
     repeats: Annotated[int, Typed("Runs of each number of ranks, in turn.", least=1)] = 3
-    compiles: Annotated[
-        tuple[str, ...] | None, Typed("Also the cold start, as in off,default,graph.", shown="none")
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

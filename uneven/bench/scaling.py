@@ -1,4 +1,4 @@
-"""`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, a fitted law, and the cost of compiling.
+"""`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, and a fitted law.
 
 Called by cli/bench.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only their
 number changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect scaling, 1 is no gain. The prediction
@@ -24,7 +24,6 @@ from uneven.bench.models.sets import KINDS, WINDOWS
 from uneven.bench.orders import ScalingOrder
 from uneven.bench.single.folders import RunRecord, read_run, read_timeline
 from uneven.bench.single.process import flags, run_uneven
-from uneven.config import RunConfig, settings_of
 from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.cores import available_cores
 from uneven.hardware.device import Device
@@ -57,23 +56,10 @@ class Point:
 
 
 @dataclass(frozen=True)
-class ColdStart:
-    """One value of `compile`: the time before the first step, that step, and the mean of all steps."""
-
-    compile: str
-    before_s: float  # set-up and compilation, which do not count as training time
-    first_ms: float  # the first step
-    step_ms: float  # a step on average
-    break_even_steps: float | None  # until compiling has paid off against "off"; None if either was disturbed
-    is_disturbed: bool = False
-
-
-@dataclass(frozen=True)
 class Scaling:
     unit: str  # "tokens" for text, else "samples"
     alpha: float | None
     points: list[Point]
-    cold_starts: list[ColdStart]
     version: int = 1
 
 
@@ -99,15 +85,10 @@ def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scali
         for repeat in range(order.repeats):
             for ranks in order.ranks:
                 report(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
-                runs[ranks].append(_run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}"))
-        cold = []
-        for compile in order.compiles or ():
-            report(f"cold start, compile {compile}")
-            cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
-        starts = _cold_starts(cold)
-    measured = {ranks: [_measured(record) for record in records] for ranks, records in runs.items()}
+                runs[ranks].append(_run(order, ranks, Path(home) / f"{ranks}-{repeat}"))
+        measured = {ranks: [_measured(record) for record in records] for ranks, records in runs.items()}
     alpha, points = fitted(measured, tokens)
-    return Scaling("samples" if tokens == 1 else "tokens", alpha, points, starts)
+    return Scaling("samples" if tokens == 1 else "tokens", alpha, points)
 
 
 def _check(order: ScalingOrder) -> None:
@@ -120,10 +101,6 @@ def _check(order: ScalingOrder) -> None:
         raise MachineError(f"--ranks {max(order.ranks)} on {cores} cores: every rank needs a core of its own")
     for index in range(max(order.ranks) if order.device == "cuda" else 0):
         check_device(Device("cuda", index))
-    allowed = settings_of(RunConfig)["compile"].choices
-    unknown = [compile for compile in order.compiles or () if compile not in allowed]
-    if unknown:
-        raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(allowed)}")
 
 
 def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float | None, list[Point]]:
@@ -175,7 +152,7 @@ def overhead_of(accounts: Sequence[Account]) -> float | None:
     return exchanged / computed if computed else None
 
 
-def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
+def _run(order: ScalingOrder, ranks: int, out: Path) -> RunRecord:
     """One run in a fresh process, on the cores of so many ranks."""
     mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
     names = ["cpu"] * ranks if order.device == "cpu" else [f"cuda:{place}" for place in range(ranks)]
@@ -187,32 +164,13 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
         "samples": order.samples,
         "batch_size": order.batch_size,
         "epochs": 1,
-        "compile": compile,
         "out": out,
     }
     cores = sorted(available_cores())
     own = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
     ended = run_uneven(["bench", "run", *flags(settings), "--json"], own)
     if ended.code:
-        raise RankError(f"{ranks} ranks, compile {compile}: {ended.message}")
+        raise RankError(f"{ranks} ranks: {ended.message}")
     record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")
     assert isinstance(record, RunRecord), "a run that ended well left its folder"
     return record
-
-
-def _cold_starts(runs: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
-    rows: list[ColdStart] = []
-    for compile, record in runs:
-        timeline = read_timeline(record.folder)
-        assert timeline is not None, "the run has just written it"
-        seconds = timeline.accounts[0].seconds
-        steps = -(-record.summary.samples // record.summary.batch_size)
-        step_ms = 1e3 * record.summary.train_seconds / steps
-        before_s = seconds["setup"] + seconds["compile"]
-        plain = next((row for row in rows if row.compile == "off"), None)
-        is_marked = record.is_disturbed or (plain is not None and plain.is_disturbed)
-        gain_ms = plain.step_ms - step_ms if plain and not is_marked else 0.0
-        even = 1e3 * (before_s - plain.before_s) / gain_ms if plain and gain_ms > 0 else None
-        first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
-        rows.append(ColdStart(compile, before_s, first_ms, step_ms, even, record.is_disturbed))
-    return rows

@@ -305,7 +305,7 @@ def scaling(order: orders.ScalingOrder, as_json: Json = False) -> None:
 
       uneven bench scaling --model lenet --data mnist-mini --ranks 1,2
 
-      uneven bench scaling --model gpt-nano --samples 512 --compiles off,default
+      uneven bench scaling --model gpt-nano --samples 512 --repeats 5
     """
     from uneven.bench.scaling import measure_scaling
 
@@ -328,19 +328,10 @@ def _print_scaling(found: "Scaling") -> None:
         cells = ["-" if one is None else f"{one:.{digits}f}" for one, digits in zip(told, (3, 3, 2), strict=True)]
         table.add_row(str(point.ranks), *(mark(one, point.is_disturbed) for one in figures), predicted, off, *cells)
     print_whole(table)
-    if any(one.is_disturbed for one in found.points) or any(one.is_disturbed for one in found.cold_starts):
+    if any(one.is_disturbed for one in found.points):
         print(f"\n{FOOTNOTE}")
     if found.alpha is not None:
         print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
-    if found.cold_starts:
-        headings = ("compile", "before the first step, s", "first step, ms", "a step, ms", "pays after steps")
-        starts = new_table(*headings, left=("compile",))
-        for row in found.cold_starts:
-            even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
-            times = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")
-            starts.add_row(row.compile, *(mark(time, row.is_disturbed) for time in times), even)
-        print()
-        print_whole(starts)
 
 
 for verb in (report, check, strategies):

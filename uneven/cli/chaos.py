@@ -119,14 +119,11 @@ def _check(script: Script, options: dict[str, Any], faults: "Sequence[Fault]") -
 
 
 def _print(report: "ChaosReport", as_json: bool) -> None:
-    code = report.code
+    code = report.exit_code
     if code in (2, 3) and not report.faults:
         raise typer.Exit(code)  # the run has said what is wrong
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print("\n".join(report.lines()))
-    if report.is_stopped:
+    print_json(report) if as_json else print("\n".join(report.lines()))
+    if report.stopped:
         raise typer.Exit(code or STOPPED)
-    if not report.is_right:
+    if not report.right:
         raise RankError(report.why)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from uneven.cli.output import Json, new_table, print_json, print_whole
 from uneven.config.sources import load_toml
 from uneven.errors import InputError
 from uneven.files import ABSENT
+from uneven.format import format_count
 from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy
 from uneven.simulate.scenario import read_scenario
 from uneven.simulate.simulation import Simulated
@@ -107,21 +108,25 @@ def simulate(
     policies = read_policies(policy)
     if page is not None:
         _check_page(page)
-    if curve is not None:
-        if page is not None:
-            raise InputError("--page shows one cluster: leave out --curve")
-        _show_curve(described, job, policies, _read_numbers(curve), hours, as_json)
-        return
-    found = [_simulate_one(described, job, one, hours) for one in policies]
-    if as_json:
-        machines, speed = len(set(described.machines)), described.speed(job.batch_size)
-        print_json(Simulation(title, len(described.ranks), machines, speed, [row_of(one) for one in found]))
+    if curve is not None and page is not None:
+        raise InputError("--page shows one cluster: leave out --curve")
+    numbers = None if curve is None else _read_numbers(curve)
+    clusters = [described] if numbers is None else [described.resized(number) for number in numbers]
+    found = [(one, _simulate_one(one, job, policy, hours)) for one in clusters for policy in policies]
+    results = [one for _, one in found]
+    machines, speed = len(set(described.machines)), described.speed(job.batch_size)
+    if as_json and curve is not None:
+        print_json(Curve([row_of(one, len(many.ranks)) for many, one in found]))
+    elif as_json:
+        print_json(Simulation(title, len(described.ranks), machines, speed, [row_of(one) for one in results]))
     else:
-        _print_table(title, described, found)
+        if curve is None:
+            print(f"{title}: {len(described.ranks):,} ranks on {format_count(machines, 'machine')}\n")
+        _print(found, has_ranks=curve is not None)
     if page is not None:
         from uneven.timeline.simulated_page import write_simulated_page
 
-        write_simulated_page(page, title, described, found)
+        write_simulated_page(page, title, described, results)
         print(f"wrote {page}", file=sys.stderr)
 
 
@@ -142,34 +147,16 @@ def read_policies(text: str) -> list[Policy]:
 
 
 def row_of(one: Simulated, ranks: int | None = None) -> Row:
-    return Row(
-        policy=one.policy,
-        seconds=one.seconds,
-        seconds_per_epoch=one.seconds_per_epoch,
-        samples=one.samples,
-        samples_per_s=one.samples_per_s,
-        efficiency=one.efficiency,
-        rounds=one.rounds,
-        time={state: one.mean(state) for state in STATES},
-        kinds=kinds_of(one),
-        limits=one.limits,
-        failures=one.failures,
-        joins=one.joins,
-        trained_again=one.trained_again,
-        counts=one.counts,
-        shares=one.shares,
-        over_time=one.over_time,
-        ranks=ranks,
-    )
+    same = {own.name: getattr(one, own.name) for own in fields(Row) if hasattr(one, own.name)}
+    own = {"kinds": kinds_of(one), "time": {state: one.mean(state) for state in STATES}, "ranks": ranks}
+    return Row(**{**same, **own})
 
 
 def kinds_of(one: Simulated) -> list[KindOfDevice]:
     """Per kind of device: how many ranks were ever there, their part of all samples, and their time by state."""
-    places: dict[str, list[int]] = {}
-    for rank, name in enumerate(one.kinds):
-        places.setdefault(name, []).append(rank)
     found = []
-    for name, ranks in places.items():
+    for name in dict.fromkeys(one.kinds):
+        ranks = [rank for rank, kind in enumerate(one.kinds) if kind == name]
         share, time = math.fsum(one.shares[rank] for rank in ranks), {state: one.mean(state, ranks) for state in STATES}
         found.append(KindOfDevice(name, len(ranks), share, time))
     return found
@@ -201,51 +188,23 @@ def _read_numbers(text: str) -> list[int]:
     return numbers
 
 
-def _show_curve(
-    cluster: Cluster, job: Job, policies: list[Policy], numbers: list[int], hours: float, as_json: bool
-) -> None:
-    rows = []
-    for ranks in numbers:
-        many = cluster.resized(ranks)
-        rows += [(ranks, _simulate_one(many, job, policy, hours)) for policy in policies]
-    if as_json:
-        print_json(Curve([row_of(one, ranks) for ranks, one in rows]))
-        return
-    headings = ("ranks", "policy", "samples/s", "efficiency", "communication", "wait", "settling")
-    table = new_table(*headings, left=("policy",), pad_edge=False)
-    for ranks, one in rows:
-        shown = [_percent(one, state) for state in ("communication", "wait", "settling")]
-        table.add_row(f"{ranks:,}", one.policy, f"{one.samples_per_s:,.0f}", f"{one.efficiency:.3f}", *shown)
-    print_whole(table)
-    print("\nWhat limits:")
-    for ranks, one in rows:
-        print(f"  {ranks:>7,}  {one.policy:8}  {one.limits}")
-
-
-def _print_table(title: str, cluster: Cluster, found: list[Simulated]) -> None:
-    machines = len(set(cluster.machines))
-    print(f"{title}: {len(cluster.ranks):,} ranks on {machines:,} machine{'s' if machines > 1 else ''}\n")
+def _print(found: list[tuple[Cluster, Simulated]], *, has_ranks: bool) -> None:
+    names = [f"{len(many.ranks):>7,}  {one.policy:8}" if has_ranks else f"{one.policy:8}" for many, one in found]
     headings = ("policy", "s/epoch", "samples/s", "efficiency", "communication", "wait")
-    table = new_table(*headings, left=("policy",), pad_edge=False)
-    for one in found:
+    table = new_table(*(["ranks"] if has_ranks else []), *headings, left=("policy",), pad_edge=False)
+    for many, one in found:
         table.add_row(
+            *([f"{len(many.ranks):,}"] if has_ranks else []),
             one.policy,
             f"{one.seconds_per_epoch:,.1f}" if math.isfinite(one.seconds_per_epoch) else "-",
             f"{one.samples_per_s:,.0f}",
             f"{one.efficiency:.3f}",
-            _percent(one, "communication"),
-            _percent(one, "wait"),
+            *(f"{100 * one.mean(state):.1f} %" for state in ("communication", "wait")),
         )
     print_whole(table)
-    print("\nWhat limits:")
-    for one in found:
-        print(f"  {one.policy:8}  {one.limits}")
-    if any(one.failures or one.joins for one in found):
+    print("\nWhat limits:", *(f"  {name}  {one.limits}" for name, (_, one) in zip(names, found, strict=True)), sep="\n")
+    changed = [pair for pair in zip(names, found, strict=True) if pair[1][1].failures or pair[1][1].joins]
+    if changed:
         print("\nLost and joined, and what was trained again:")
-    for one in found:
-        if one.failures or one.joins:
-            print(f"  {one.policy:8}  {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples again")
-
-
-def _percent(one: Simulated, state: str) -> str:
-    return f"{100 * one.mean(state):.1f} %"
+    for name, (_, one) in changed:
+        print(f"  {name}  {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples again")

@@ -32,28 +32,10 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 
 
-@dataclass(frozen=True)
-class GpuHere:
-    """A GPU of this machine."""
-
-    index: int
-    name: str
-    sm: str | None
-
-
-@dataclass(frozen=True)
-class Covered:
+@dataclass(frozen=True, kw_only=True)
+class Covered(Build):
     """A build, and whether it has code for the GPUs here: null where that cannot be said."""
 
-    name: str
-    version: str
-    cuda: str | None
-    hip: str | None
-    archs: tuple[str, ...]
-    size_bytes: int
-    python: str
-    source: str
-    is_active: bool
     support: dict[str, str] | None  # of each architecture: OK, JIT or MISSING
     covers: bool | None
     wheels: str | None = field(default=None, metadata=ABSENT)  # the folder of the wheel that was built
@@ -65,7 +47,7 @@ class Listed:
 
     folder: str
     active: str | None
-    gpus: list[GpuHere]
+    gpus: tuple[Gpu, ...]
     builds: list[Covered]
     unfinished: list[str]
     current: str | None  # the torch of the environment in which it was called
@@ -118,20 +100,19 @@ def list_all(as_json: Json = False) -> None:
     active, unfinished = builds.active_name(), builds.unfinished_builds()
     current = installed_version()  # of this environment
     if as_json:
-        here, covered = [GpuHere(gpu.index, gpu.name, gpu.sm) for gpu in gpus], [_covered(one, gpus) for one in known]
-        print_json(Listed(str(builds_folder()), active, here, covered, unfinished, current))
+        covered = [_covered(one, gpus) for one in known]
+        print_json(Listed(str(builds_folder()), active, gpus, covered, unfinished, current))
         return
     rows = [_row(build, gpus) for build in known]
     rows += [] if current is None else [("(this environment)", current, "-", "-", "-", "-", sys.prefix)]
-    if rows:
-        headings = ("name", "torch", "for", "archs", "size", "covers the GPUs here", "")
-        typer.echo("\n".join(align_columns([headings, *rows])))
-    for name in unfinished:
-        typer.echo(f"{name}: interrupted; install it again, or: uneven torch remove {name}")
+    headings = ("name", "torch", "for", "archs", "size", "covers the GPUs here", "")
+    lines = align_columns([headings, *rows]) if rows else []
+    lines += [f"{name}: interrupted; install it again, or: uneven torch remove {name}" for name in unfinished]
     if not known:
-        typer.echo(f"no builds in {builds_folder()}; install one: uneven torch install")
+        lines.append(f"no builds in {builds_folder()}; install one: uneven torch install")
     elif active is None:
-        typer.echo(f"none is active: uneven uses this environment; choose one: uneven torch activate {known[0].name}")
+        lines.append(f"none is active: uneven uses this environment; choose one: uneven torch activate {known[0].name}")
+    typer.echo("\n".join(lines))
 
 
 def _covered(build: Build, gpus: tuple[Gpu, ...] = (), wheels: str | None = None) -> Covered:
@@ -178,14 +159,12 @@ def install(
     plan = builds.plan_build(variant, name, version, index_url)
     builds.check_absent(plan.name)
     lines = [step.line for step in plan.steps]
-    if dry_run and as_json:
-        print_json(Plan(plan.name, plan.source, str(plan.folder), lines))
-        return
+    title = f"{plan.name}: {plan.source} into {plan.folder}"
     if dry_run:
-        shown = [f"{plan.name}: {plan.source} into {plan.folder}", *lines, "nothing was done (--dry-run)"]
-        typer.echo("\n".join(shown))
+        document = Plan(plan.name, plan.source, str(plan.folder), lines)
+        print_json(document) if as_json else typer.echo("\n".join([title, *lines, "nothing was done (--dry-run)"]))
         return
-    _say(f"{plan.name}: {plan.source} into {plan.folder}")
+    _say(title)
     _confirm("install it?", yes)
     with _interruption_told():
         build = builds.make_build(plan, _say)
@@ -265,19 +244,21 @@ def build(
     plan = plan_source_build(parse_archs(";".join(sms) if archs is None else archs), torch, jobs, name)
     lines = [step.line for step in plan.steps]
     toolkit = None if plan.toolkit is None else str(plan.toolkit)
+    title = (
+        f"torch {plan.torch} for {plan.archs} as build {plan.name}: hours with {plan.jobs} jobs, about 35 GB of disk\n"
+        f"CUDA toolkit: {toolkit or 'not found here'}; log: {plan.log}"
+    )
     if dry_run and as_json:
         print_json(
             SourcePlan(plan.name, plan.torch, plan.archs, toolkit, plan.jobs, lines, plan.missing, str(plan.log))
         )
         return
-    say = typer.echo if dry_run else _say
-    say(f"torch {plan.torch} for {plan.archs} as build {plan.name}: hours with {plan.jobs} jobs, about 35 GB of disk")
-    say(f"CUDA toolkit: {toolkit or 'not found here'}; log: {plan.log}")
     if dry_run:
         numbered = [f"{number}. {line}" for number, line in enumerate(lines, start=1)]
         missing = [f"missing here: {one}" for one in plan.missing]
-        typer.echo("\n".join([*numbered, *missing, "nothing was done (--dry-run)"]))
+        typer.echo("\n".join([title, *numbered, *missing, "nothing was done (--dry-run)"]))
         return
+    _say(title)
     with _interruption_told():
         made = run_source_build(plan, _say)
     wheels = str(plan.work / "wheels")

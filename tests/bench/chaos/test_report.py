@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from uneven.bench.chaos.report import ChaosReport, Counted, Injected, count_samples, read_results
+from uneven.bench.chaos.report import ChaosReport, Counted, Injected, Settled, count_samples
 
 # Two epochs of 10 samples in slots of 4, on two ranks.
 WHOLE = [
@@ -51,14 +51,14 @@ def test_what_a_loop_left_out_is_not_lost() -> None:
 
 
 def test_a_report_is_right_when_the_run_ended_and_counts_once(tmp_path: Path) -> None:
-    report = ChaosReport(0, ranks=3, code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
-    read_results(report, tmp_path)
-    assert not report.is_right
+    report = ChaosReport(0, ranks=3, exit_code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
+    report.read_results(tmp_path)
+    assert not report.right
     assert "no finished state" in report.why
     (tmp_path / "state.json").write_text(json.dumps({"finished": True}))
     (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE)))
-    read_results(report, tmp_path)
-    assert report.is_right
+    report.read_results(tmp_path)
+    assert report.right
     assert report.trained_again is None
     events = [
         {"t": 9, "rank": rank, "kind": "generation", "number": 1, "ms": ms, "again": 8}
@@ -66,19 +66,18 @@ def test_a_report_is_right_when_the_run_ended_and_counts_once(tmp_path: Path) ->
     ]
     (tmp_path / "timeline.json").write_text(json.dumps({"events": [{"kind": "epoch"}, *events]}))
     (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE, rounds=[[[0, 0, 0, 1.0]], []])))
-    read_results(report, tmp_path)
+    report.read_results(tmp_path)
     assert report.generations == [{"number": 1, "ms": 5, "again": 8}]
     assert report.trained_again == 8
-    found = report.to_json()
-    assert found["samples"] is not None
-    assert (found["exactly_once"], found["samples"].samples) == (True, 20)
-    assert found["settled"] == {"count": 1, "median_s": 0.25, "max_s": 0.25}
+    assert report.samples is not None
+    assert (report.exactly_once, report.samples.samples) == (True, 20)
+    assert report.settled == Settled(1, 0.25, 0.25)
     assert any("every one exactly once" in line for line in report.lines())
     (tmp_path / "log.json").write_text(json.dumps(log_of(without(0, 1))))
-    read_results(report, tmp_path)
-    assert not report.is_right
+    report.read_results(tmp_path)
+    assert not report.right
     assert report.why == "2 samples were lost and 0 trained twice"
-    report.code = 1
+    report.exit_code = 1
     assert "exit code 1 after 1 fault" in report.why
 
 
@@ -89,12 +88,12 @@ def test_what_was_trained_since_a_checkpoint_that_all_went_back_to_is_told(tmp_p
     (tmp_path / "state.json").write_text(json.dumps({"finished": True}))
     (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE, segments=segments)))
     (tmp_path / "timeline.json").write_text(json.dumps({"events": [event]}))
-    report = ChaosReport(0, ranks=3, code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
-    read_results(report, tmp_path)
-    assert report.to_json()["trained_again"] == 12
+    report = ChaosReport(0, ranks=3, exit_code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
+    report.read_results(tmp_path)
+    assert report.trained_again == 12
     again = "trained again  12 samples since a checkpoint, and at most a step for each rank that was lost"
     assert again in report.lines()
 
 
 def test_one_fault_is_one_fault() -> None:
-    assert ChaosReport(0, code=1, faults=[Injected(1.0, 1, "kill")]).why.endswith("exit code 1 after 1 fault")
+    assert ChaosReport(0, exit_code=1, faults=[Injected(1.0, 1, "kill")]).why.endswith("exit code 1 after 1 fault")

@@ -16,7 +16,7 @@ class Stopped:
 
     def __init__(self, order: ChaosOrder, out: Path, say: object) -> None:
         self.report, self._out = ChaosReport(order.seed), out
-        self.report.code = 130
+        self.report.exit_code = 130
 
     def __enter__(self) -> "Stopped":
         return self

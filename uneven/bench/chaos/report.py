@@ -3,16 +3,15 @@
 Read from what was seen while the run went on, and from the files that it left.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any
 
 from uneven.files import read_json
 from uneven.format import format_count
-
-VERSION = 1
 
 
 @dataclass
@@ -34,7 +33,8 @@ class Counted:
     doubled: int = 0
 
 
-class Settled(TypedDict):
+@dataclass
+class Settled:
     """How long the others took until they trained on."""
 
     count: int
@@ -42,98 +42,74 @@ class Settled(TypedDict):
     max_s: float
 
 
-class ChaosDocument(TypedDict):
-    """What --json prints."""
-
-    version: int
-    seed: int
-    ranks: int
-    exit_code: int | None
-    seconds: float
-    stopped: bool  # by the user
-    faults: list[Injected]
-    settled: Settled | None
-    generations: list[dict[str, Any]]
-    samples: Counted | None
-    trained_again: int | None  # at most
-    exactly_once: bool
-    right: bool  # exit code 0, and every sample counted exactly once
-
-
 @dataclass
 class ChaosReport:
-    """One disturbed run."""
+    """One disturbed run; what --json prints."""
 
     seed: int
     ranks: int = 0
-    code: int | None = None  # exit code of the run
+    exit_code: int | None = None
     seconds: float = 0.0
-    is_stopped: bool = False  # by the user
+    stopped: bool = False  # by the user
     faults: list[Injected] = field(default_factory=list)
+    settled: Settled | None = None
     generations: list[dict[str, Any]] = field(default_factory=list)  # from the timeline, of the slowest rank each
-    counted: Counted | None = None  # None: the run did not come to its end
-    trained_again: int | None = None  # samples, at most; None: unknown, in an exact policy parts of a step per loss
+    samples: Counted | None = None  # null: the run did not come to its end
+    trained_again: int | None = None  # at most; null: unknown, in an exact policy parts of a step per loss
     went_back: bool = False  # an exact policy, to a checkpoint: `trained_again` counts from there
+    exactly_once: bool = False
+    right: bool = False  # exit code 0, and every sample counted exactly once
+    version: int = 1
 
-    @property
-    def settle_times(self) -> list[float]:
-        return [fault.settled_s for fault in self.faults if fault.settled_s is not None]
-
-    @property
-    def is_exactly_once(self) -> bool:
-        return self.counted is not None and not self.counted.lost and not self.counted.doubled
-
-    @property
-    def is_right(self) -> bool:
-        return self.code == 0 and self.is_exactly_once
+    def read_results(self, out: Path) -> None:
+        """What follows from the faults and from the run's folder: its log, and the generations on its timeline."""
+        times = [fault.settled_s for fault in self.faults if fault.settled_s is not None]
+        self.settled = Settled(len(times), median(times), max(times)) if times else None
+        state, log, timeline = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
+        is_there = self.exit_code == 0 and isinstance(state, dict) and isinstance(log, dict)
+        if not is_there or not state.get("finished"):
+            return
+        self.samples = count_samples(log)
+        self.exactly_once = self.right = not self.samples.lost and not self.samples.doubled
+        events = timeline.get("events", []) if isinstance(timeline, dict) else []
+        found: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event.get("kind") == "generation" and event["ms"] >= found.get(event["number"], event)["ms"]:
+                found[event["number"]] = {name: event[name] for name in event if name not in ("t", "rank", "kind")}
+        self.generations = list(found.values())
+        self.went_back = any("checkpoint" in segment for segment in log.get("segments", []))
+        if any(log.get("rounds", [])) or self.went_back:
+            self.trained_again = sum(generation.get("again", 0) for generation in self.generations)
 
     @property
     def why(self) -> str:
         """In one line, what is wrong."""
-        if self.code != 0:
+        if self.exit_code != 0:
             faults = format_count(len(self.faults), "fault")
-            return f"the run did not survive: it ended with exit code {self.code} after {faults}"
-        if self.counted is None:
+            return f"the run did not survive: it ended with exit code {self.exit_code} after {faults}"
+        if self.samples is None:
             return "the run left no finished state: it must train by fit, Ddp.builder or Ddp.setup, and to the end"
-        return f"{self.counted.lost:,} samples were lost and {self.counted.doubled:,} trained twice"
-
-    def to_json(self) -> ChaosDocument:
-        times = self.settle_times
-        return {
-            "version": VERSION,
-            "seed": self.seed,
-            "ranks": self.ranks,
-            "exit_code": self.code,
-            "seconds": self.seconds,
-            "stopped": self.is_stopped,
-            "faults": self.faults,
-            "settled": {"count": len(times), "median_s": median(times), "max_s": max(times)} if times else None,
-            "generations": self.generations,
-            "samples": self.counted,
-            "trained_again": self.trained_again,
-            "exactly_once": self.is_exactly_once,
-            "right": self.is_right,
-        }
+        return f"{self.samples.lost:,} samples were lost and {self.samples.doubled:,} trained twice"
 
     def lines(self) -> list[str]:
-        kinds = [fault.kind for fault in self.faults]
-        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        times = self.settle_times
-        settled = "nothing had to be settled" if self.code == 0 or not self.faults else "not at all"
-        if times:
-            settled = f"median {median(times):.2f} s, at most {max(times):.2f} s"
-        step = "at most a step for each rank that was lost"
-        again = "unknown" if self.counted is None else step
-        if self.trained_again is not None:
+        kinds = Counter(fault.kind for fault in self.faults)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        settled = "nothing had to be settled" if self.exit_code == 0 or not self.faults else "not at all"
+        if self.settled is not None:
+            settled = f"median {self.settled.median_s:.2f} s, at most {self.settled.max_s:.2f} s"
+        again = step = "at most a step for each rank that was lost"
+        samples = "unknown: the run did not come to its end"
+        if self.went_back:
+            again = f"{self.trained_again:,} samples since a checkpoint, and {step}"
+        elif self.trained_again is not None:
             again = f"up to {self.trained_again:,} samples"
-            again = f"{self.trained_again:,} samples since a checkpoint, and {step}" if self.went_back else again
-        if self.counted is None:
-            samples = "unknown: the run did not come to its end"
-        elif self.is_exactly_once:
-            samples = f"{self.counted.samples:,}, every one exactly once"
+        if self.samples is None:
+            again = "unknown"
+        elif self.exactly_once:
+            samples = f"{self.samples.samples:,}, every one exactly once"
         else:
-            samples = f"{self.counted.samples:,}, {self.counted.lost:,} lost, {self.counted.doubled:,} doubled"
-        end = "stopped" if self.is_stopped else "ended well" if self.code == 0 else f"exit code {self.code}"
+            samples = f"{self.samples.samples:,}, {self.samples.lost:,} lost, {self.samples.doubled:,} doubled"
+        end = "stopped" if self.stopped else "ended well" if self.exit_code == 0 else f"exit code {self.exit_code}"
         return [
             f"run            {self.ranks} ranks, {end} after {self.seconds:.1f} s",
             f"faults         {counts or 'none: the run was over before the first one'}",
@@ -141,23 +117,6 @@ class ChaosReport:
             f"trained again  {again}",
             f"samples        {samples}",
         ]
-
-
-def read_results(report: ChaosReport, out: Path) -> None:
-    """Fill in what the run's folder tells: its log, and the generations on its timeline."""
-    state, log, timeline = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
-    if not isinstance(state, dict) or not isinstance(log, dict) or not state.get("finished"):
-        return
-    report.counted = count_samples(log)
-    events = timeline.get("events", []) if isinstance(timeline, dict) else []
-    found: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event.get("kind") == "generation" and event["ms"] >= found.get(event["number"], event)["ms"]:
-            found[event["number"]] = {name: event[name] for name in event if name not in ("t", "rank", "kind")}
-    report.generations = list(found.values())
-    report.went_back = any("checkpoint" in segment for segment in log.get("segments", []))
-    if any(log.get("rounds", [])) or report.went_back:
-        report.trained_again = sum(generation.get("again", 0) for generation in report.generations)
 
 
 def count_samples(log: Mapping[str, Any]) -> Counted:

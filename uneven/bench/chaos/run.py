@@ -23,7 +23,7 @@ import psutil
 
 from uneven.bench.chaos.inject import Injector, is_alive, rank_processes, send
 from uneven.bench.chaos.plan import Fault, check_ranks, draw_plan
-from uneven.bench.chaos.report import ChaosReport, Injected, read_results
+from uneven.bench.chaos.report import ChaosReport, Injected
 from uneven.bench.single.process import Child
 from uneven.results.terminal import share
 
@@ -56,8 +56,7 @@ def run_chaos(order: ChaosOrder, say: Callable[[str], None]) -> ChaosReport:
     try:
         with _Chaos(order, out, say) as chaos:
             chaos.watch()
-        if chaos.report.code == 0:
-            read_results(chaos.report, out)
+        chaos.report.read_results(out)
         return chaos.report
     finally:
         if order.out is None:
@@ -101,7 +100,7 @@ class _Chaos:
 
     def __exit__(self, *_: object) -> None:
         sys.stderr = self._stderr
-        self.report.code = self._run.end()  # its ranks end with it
+        self.report.exit_code = self._run.end()  # its ranks end with it
         for process in self._ranks.values():
             send(process, signal.SIGKILL)  # a stopped one cannot see that its launcher is gone
         if self._observer is not None:
@@ -112,7 +111,7 @@ class _Chaos:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.report.is_stopped = True
+        self.report.stopped = True
         self._next = None
         self._injector.wake(all_of_them=True)  # so that they can end with the others
         for rank in self._lost:
@@ -141,7 +140,7 @@ class _Chaos:
         check_ranks(self._order.named, self.report.ranks)
         self._observer = Observer(folder)
         self._plan = draw_plan(self._order.seed, self._order.rates, self.report.ranks, self._order.named)
-        self._next = None if self.report.is_stopped else next(self._plan, None)
+        self._next = None if self.report.stopped else next(self._plan, None)
 
     def _find_ranks(self) -> Path | None:
         """The private folder of the run once all rank processes are there; also finds those started in their place."""
