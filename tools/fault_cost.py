@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from uneven import Callback, CallbackInfo, TrainedState, fit
 from uneven.bench.chaos.inject import Injector, rank_processes
-from uneven.bench.models.lenet import RECIPE
+from uneven.bench.models.mnist import LENET as RECIPE
 from uneven.bench.models.sets import load_set
 from uneven.timeline.timeline import Lane
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from uneven import fit
-from uneven.bench.models.lenet import make_model
+from uneven.bench.models.mnist import make_lenet as make_model
 
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.rand(20000, 1, 28, 28), torch.randint(0, 10, (20000,)))

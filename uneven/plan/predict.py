@@ -9,12 +9,14 @@ windows of a probe are shorter than those of a run, so a scale would count it se
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
+from typing import cast
 
 from uneven.config import EXACT_POLICIES
 from uneven.hardware.system import CPU_PART
 from uneven.plan.probe import Probe, RankProbe
-from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy, RankKind
+from uneven.simulate.cluster import Cluster, Job, Policy, RankKind
 from uneven.simulate.links import Link
 from uneven.simulate.simulation import Simulated, simulate
 
@@ -93,8 +95,6 @@ class _Simulation:
         self._probe = probe
         self._all = tuple(range(len(probe.ranks)))
         self._best = max(probe.speed_alone(rank) for rank in probe.ranks)
-        self._exact_scale: float | None = None  # of the seconds of exact policies: simulated over measured speed
-        self._more_round_ms: float | None = None  # of a round of the local ones, beyond what was timed of it
 
     def alone(self, ranks: tuple[int, ...]) -> Prediction:
         (rank,) = ranks
@@ -117,7 +117,7 @@ class _Simulation:
 
     def together(self, policy: str, ranks: tuple[int, ...]) -> Prediction:
         probe, job = self._probe, self._probe.job
-        found, seconds = self._calibrated(policy, ranks, job.anchor, job.max_anchor)
+        found, seconds = self.calibrated(policy, ranks)
         speed = job.samples_per_epoch / seconds
         rows = self._ranks(ranks)
         slot = job.global_batch_size or job.batch_size * len(ranks)
@@ -138,10 +138,6 @@ class _Simulation:
             is_candidate=policy != EQUAL and len(ranks) >= job.min_ranks,
         )
 
-    def seconds(self, policy: str, ranks: tuple[int, ...], moved: float) -> float:
-        """Of an epoch whose sums move so many times as many bytes."""
-        return self._calibrated(policy, ranks, None, None, moved=moved)[1]
-
     def _epochs(self, slot_samples: int) -> float:
         """Of the run, where max_steps may end it earlier."""
         job = self._probe.job
@@ -149,49 +145,40 @@ class _Simulation:
             return float(job.epochs)
         return min(float(job.epochs), job.steps * slot_samples / job.samples_per_epoch)
 
-    def _calibrated(
-        self, policy: str, ranks: tuple[int, ...], anchor: int | None, max_anchor: int | None, moved: float = 1.0
-    ) -> tuple[Simulated, float]:
-        """The simulated run, and the seconds of an epoch as they would be measured."""
-        is_exact = policy in EXACT_KIND
-        if is_exact and self._exact_scale is None:
-            self._exact_scale = self._find_exact_scale()
-        if not is_exact and self._more_round_ms is None:
-            self._more_round_ms = self._find_more_round_ms()
-        found, scale = self._simulated(policy, ranks, anchor, max_anchor, moved=moved)
-        return found, found.seconds_per_epoch * scale * ((self._exact_scale or 1.0) if is_exact else 1.0)
+    def calibrated(self, policy: str, ranks: tuple[int, ...], moved: float = 1.0) -> tuple[Simulated, float]:
+        """The simulated run, and the seconds of an epoch as they would be measured.
 
-    def _find_exact_scale(self) -> float:
-        job, measured = self._probe.job, self._probe.exact
+        `moved`: its sums move so many times as many bytes.
+        """
+        found, scale = self._simulated(policy, ranks, moved=moved)
+        return found, found.seconds_per_epoch * scale * (self._exact_scale if policy in EXACT_KIND else 1.0)
+
+    @cached_property
+    def _exact_scale(self) -> float:
+        """Of the seconds of exact policies: simulated over measured speed."""
+        measured = self._probe.exact
         if measured is None or not measured.speed:
             return 1.0
-        found, _ = self._simulated(measured.policy, self._all, job.anchor, job.max_anchor, is_long=True)
-        return found.samples_per_s / measured.speed
+        return self._simulated(measured.policy, self._all, is_long=True)[0].samples_per_s / measured.speed
 
-    def _find_more_round_ms(self) -> float:
-        job, measured = self._probe.job, self._probe.local
+    @cached_property
+    def _more_round_ms(self) -> float:
+        """Of a round of the local policies, beyond what was timed of it."""
+        measured = self._probe.local
         if measured is None or not measured.speed:
             return 0.0
-        anchor = most = measured.anchor
-        if anchor is None:
-            anchor, most = job.anchor, job.max_anchor
-        found, _ = self._simulated(measured.policy, self._all, anchor, most, is_long=True)
+        found, _ = self._simulated(measured.policy, self._all, is_long=True)
         return 1e3 * (found.samples / measured.speed - found.seconds) / found.rounds if found.rounds else 0.0
 
     def _simulated(
-        self,
-        policy: str,
-        ranks: tuple[int, ...],
-        anchor: int | None,
-        max_anchor: int | None,
-        is_long: bool = False,
-        moved: float = 1.0,
+        self, policy: str, ranks: tuple[int, ...], *, is_long: bool = False, moved: float = 1.0
     ) -> tuple[Simulated, float]:
         """The simulated run, and how many times longer an epoch is than the simulated one. `is_long`: one without
-        an epoch's end, as stretches of a probe are."""
+        an epoch's end, as those of a probe are, and with its windows."""
         job, is_exact = self._probe.job, policy in EXACT_KIND
         slot = (job.global_batch_size or job.batch_size * len(ranks)) if is_exact else job.batch_size
         slots = MOST_SLOTS if is_exact else MOST_SLOTS * len(ranks)
+        probed = None if self._probe.local is None or not is_long else self._probe.local.anchor
         samples = slots * slot if is_long else min(job.samples_per_epoch, slots * slot)
         epochs = 1 if is_long else max(1, min(MOST_EPOCHS, job.epochs, slots * slot // (2 * samples)))
         simulated = Job(
@@ -200,14 +187,15 @@ class _Simulation:
             global_batch_size=job.global_batch_size,
             epochs=float(epochs),
             param_bytes=int(moved * job.gradient_bytes) if is_exact else job.param_bytes,
-            anchor="auto" if anchor is None else anchor,
-            max_anchor=max_anchor,
+            anchor=probed or job.anchor or "auto",
+            max_anchor=probed or job.max_anchor,
             shares=None if job.shares is None else tuple(job.shares[rank] for rank in ranks),
             caps=self._caps(ranks, slot),
         )
-        kinds = tuple(self._kind(row, policy) for row in self._ranks(ranks))
+        more_ms = 0.0 if is_exact or is_long else self._more_round_ms
+        kinds = tuple(self._kind(row, policy, more_ms) for row in self._ranks(ranks))
         cluster = Cluster(kinds, (0,) * len(kinds), self._link(is_exact))
-        return simulate(cluster, simulated, policy_name(policy)), job.samples_per_epoch / samples
+        return simulate(cluster, simulated, cast("Policy", policy)), job.samples_per_epoch / samples
 
     def _caps(self, ranks: Sequence[int], slot: int) -> tuple[int, ...] | None:
         """Samples of a step that each rank's memory holds; the whole step where that is not known."""
@@ -216,13 +204,11 @@ class _Simulation:
             return None
         return tuple(slot if cap is None else max(1, cap * self._probe.job.accumulate) for cap in found)
 
-    def _kind(self, row: RankProbe, policy: str) -> RankKind:
-        """The rank's costs as they were beside what the policy does."""
-        job, is_exact = self._probe.job, policy in EXACT_KIND
-        factor = 1.0
-        if not is_exact and row.slot_ms:
-            factor = row.slot_ms / row.cost.time_ms(job.batch_size)
-        round_ms = row.round_ms
+    def _kind(self, row: RankProbe, policy: str, more_ms: float) -> RankKind:
+        """The rank's costs as they were beside what the policy does; a round of it takes so much more."""
+        factor, round_ms = 1.0, row.round_ms + more_ms
+        if policy not in EXACT_KIND and row.slot_ms:
+            factor = row.slot_ms / row.cost.time_ms(self._probe.job.batch_size)
         if policy == "async" and row.device.startswith("cpu") and row.threads == 1 and self._probe.local is not None:
             round_ms += self._probe.local.average_ms  # the background thread has no core of its own
         return RankKind(
@@ -230,16 +216,16 @@ class _Simulation:
             row.fixed_ms * factor,
             row.sample_ms * factor,
             memory_bytes=row.memory_bytes,
-            round_ms=max(0.0, round_ms + (self._more_round_ms or 0.0)),
+            round_ms=max(0.0, round_ms),
         )
 
     def _link(self, is_exact: bool) -> Link:
         """A link on which a sum of all ranks takes what was measured."""
         probe, ranks = self._probe, len(self._probe.ranks)
-        local_ms = 0.0 if probe.local is None else probe.local.average_ms
-        exact_ms = 0.0 if probe.exact is None else probe.exact.overhead_ms
-        total_ms = exact_ms if is_exact else local_ms
-        moved = 2.0 * (ranks - 1) / ranks * (probe.job.gradient_bytes if is_exact else probe.job.param_bytes)
+        total_ms, nbytes = (0.0 if probe.local is None else probe.local.average_ms), probe.job.param_bytes
+        if is_exact:
+            total_ms, nbytes = (0.0 if probe.exact is None else probe.exact.overhead_ms), probe.job.gradient_bytes
+        moved = 2.0 * (ranks - 1) / ranks * nbytes
         rate = FAST_MB_S if total_ms < LEAST_MS or not moved else min(FAST_MB_S, moved / (1e3 * total_ms))
         return Link(rate, 0.0)
 
@@ -260,11 +246,6 @@ class _Simulation:
         faster = (row.at_once + part * (self._probe.speed_alone(row) - row.at_once)) / row.at_once
         times = {name: getattr(row, name) / faster for name in ("fixed_ms", "sample_ms", "slot_ms")}
         return replace(row, threads=threads, at_once=row.at_once * faster, **times)
-
-
-def policy_name(policy: str) -> Policy:
-    """A policy as the simulation names it."""
-    return next(name for name in POLICIES if name == policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +279,7 @@ def strategies(probe: Probe) -> list[StrategyPrediction]:
         StrategyPrediction(
             strategy=name,
             policy=policy,
-            seconds_per_epoch=simulation.seconds(policy, everyone, moved.get(name, 1.0)),
+            seconds_per_epoch=simulation.calibrated(policy, everyone, moved.get(name, 1.0))[1],
             memory_bytes=tuple(
                 int(sum(size * (share if what in sharded else 1.0) for what, size in sizes.items())) for share in shares
             ),

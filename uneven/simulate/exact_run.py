@@ -74,13 +74,16 @@ class ExactRun:
         sum_ms = max(min(self._sum.ms, self._sum.delay_ms), self._sum.ms - hidden_ms)
         step_s = (slowest_ms + sum_ms) / 1e3
         many = self._many(slot.samples, step_s, until_s)
-        self._spend(times_ms, slowest_ms, sum_ms, many)
-        for member, share in zip(self.ranks, shares, strict=True):
+        scale, sum_s = many / 1e3, sum_ms * many / 1e3
+        for member, share, ms in zip(self.ranks, shares, times_ms, strict=True):
             self._tally.trained[member.number] += share * many
+            waits = (WAIT if ms else IDLE, (slowest_ms - ms) * scale)
+            parts = ((COMPUTE, ms * scale), waits, (COMMUNICATION, sum_s))
+            self._tally.spend(member.number, self._tally.now_s, *parts, is_drawn=many == 1)
         self._tally.samples += slot.samples * many
         self._tally.rounds += many
-        self._tally.sums_s += sum_ms * many / 1e3
-        self._tally.sums_between_s += sum_ms * many / 1e3 * (self._sum.between_ms / self._sum.ms if sum_ms else 0.0)
+        self._tally.sums_s += sum_s
+        self._tally.sums_between_s += sum_s * (self._sum.between_ms / self._sum.ms if sum_ms else 0.0)
         self.last_samples = list(shares)
         self._tally.pass_time(self._tally.now_s + step_s * many, self._speed)
         self.position += many
@@ -116,22 +119,6 @@ class ExactRun:
         left = min(full - self.position % per_epoch, self.axis.total - self.position)
         in_time = (until_s - self._tally.now_s) / step_s if until_s < float("inf") else left
         return max(1, min(self._stride, left, int(in_time)))
-
-    def _spend(self, times_ms: list[float], slowest_ms: float, sum_ms: float, many: int) -> None:
-        scale, tally = many / 1e3, self._tally
-        for member, ms in zip(self.ranks, times_ms, strict=True):
-            spent = tally.spent[member.number]
-            spent[COMPUTE] += ms * scale
-            spent[WAIT if ms else IDLE] += (slowest_ms - ms) * scale
-            spent[COMMUNICATION] += sum_ms * scale
-        if many == 1 and tally.is_drawing:
-            start_s = tally.now_s
-            slowest_s, end_s = start_s + slowest_ms / 1e3, start_s + (slowest_ms + sum_ms) / 1e3
-            for member, ms in zip(self.ranks, times_ms, strict=True):
-                if tally.is_drawn(member.number):
-                    tally.draw(member.number, "compute", start_s, start_s + ms / 1e3)
-                    tally.draw(member.number, "wait" if ms else "idle", start_s + ms / 1e3, slowest_s)
-                    tally.draw(member.number, "communication", slowest_s, end_s)
 
     def _end_epoch(self) -> None:
         if not self.axis.ends_epoch(self.position):

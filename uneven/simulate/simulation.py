@@ -192,7 +192,8 @@ class _Simulation:
         end_s = min(self._tally.now_s + self._cluster.settle_s, self._max_s)
         there = self._members.there
         self._tally.grow(len(self._members.all))
-        self._tally.spend([member.number for member in there], SETTLING, end_s)
+        for member in there:
+            self._tally.spend(member.number, self._tally.now_s, (SETTLING, end_s - self._tally.now_s))
         self._tally.pass_time(end_s, speed_of(there, self._job))
 
     def _limit(self, efficiency: float, losses: dict[str, float], busy: Sequence[dict[str, float]]) -> str:

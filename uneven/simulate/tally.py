@@ -56,32 +56,29 @@ class Tally:
             self.trained.append(0)
             self.spent.append([0.0] * len(STATES))
 
-    @property
-    def is_drawing(self) -> bool:
-        return any(count < LANE_SPANS for count in self._drawn.values())
+    def spend(self, number: int, start_s: float, *parts: tuple[int, float], is_drawn: bool = True) -> None:
+        """What a member did from a moment on: states, one after the other, and the seconds of each.
 
-    def draw(self, number: int, state: str, start_s: float, end_s: float) -> None:
-        """A span of a lane, if the member is one of those that are drawn."""
-        if end_s > start_s and self._drawn.get(number, LANE_SPANS) < LANE_SPANS:
-            self._drawn[number] += 1
-            self.lanes.append(Span(number, state, start_s, end_s))
-
-    def is_drawn(self, number: int) -> bool:
-        return self._drawn.get(number, LANE_SPANS) < LANE_SPANS
-
-    def spend(self, members: Sequence[int], state: int, until_s: float) -> None:
-        """All of them do the same until this moment, to which `pass_time` moves the clock."""
-        for number in members:
-            self.spent[number][state] += until_s - self.now_s
-            self.draw(number, STATES[state], self.now_s, until_s)
+        They are spans of its lane, if it is one of those that are drawn.
+        """
+        spent = self.spent[number]
+        for state, seconds in parts:
+            spent[state] += seconds
+        if not is_drawn or self._drawn.get(number, LANE_SPANS) >= LANE_SPANS:
+            return
+        for state, seconds in parts:
+            if seconds > 0.0:
+                self._drawn[number] += 1
+                self.lanes.append(Span(number, STATES[state], start_s, start_s + seconds))
+            start_s += seconds
 
     def evaluate(self, members: Sequence[int], seconds: float) -> None:
         """At an epoch's end; not training time, so it does not count against the efficiency."""
         if seconds:
-            end_s = self.now_s + seconds
-            self.spend(members, IDLE, end_s)
-            self.eval_s += len(members) * (end_s - self.now_s)
-            self.pass_time(end_s, 0.0)
+            for number in members:
+                self.spend(number, self.now_s, (IDLE, seconds))
+            self.eval_s += len(members) * seconds
+            self.pass_time(self.now_s + seconds, 0.0)
 
     def train(self, number: int, samples: int) -> None:
         self.trained[number] += samples

@@ -150,16 +150,19 @@ class WindowRun:
         met_ms = max([self._arrival_ms, *(at + half for at, half in zip(entered_ms, halves, strict=True))])
         self._arrival_ms = met_ms + self._sum.ms
         for rank, member in enumerate(self.ranks):
-            spent = self._tally.spent[member.number]
             waited_ms = met_ms - entered_ms[rank] - halves[rank]
-            spent[COMPUTE] += busy_ms[rank] / 1e3
-            spent[WAIT if busy_ms[rank] else IDLE] += waited_ms / 1e3
-            spent[COMMUNICATION] += (self._sum.ms + 2.0 * halves[rank]) / 1e3
-            if self._tally.is_drawn(member.number):
-                self._draw(rank, busy_ms[rank], entered_ms[rank], met_ms)
+            self._tally.spend(
+                member.number,
+                (entered_ms[rank] - busy_ms[rank]) / 1e3,
+                (COMPUTE, busy_ms[rank] / 1e3),
+                (COMMUNICATION, halves[rank] / 1e3),
+                (WAIT if busy_ms[rank] else IDLE, waited_ms / 1e3),
+                (COMMUNICATION, (self._sum.ms + halves[rank]) / 1e3),
+            )
         self._latency_ms = [self._arrival_ms - at for at in entered_ms]
         self._free_ms = [self._arrival_ms + half for half in halves]
-        self._count_sum()
+        self._tally.sums_s += self._sum.ms / 1e3
+        self._tally.sums_between_s += self._sum.between_ms / 1e3
         self._tally.pass_time((self._arrival_ms + max(halves)) / 1e3, self._speed)
 
     # async
@@ -258,24 +261,13 @@ class WindowRun:
         for rank, member in enumerate(self.ranks):
             ahead_ms = 2 * max(1, self.windows.counts[rank]) * slots_ms[rank]
             waits_ms = max(0.0, self._arrival_ms - entered_ms[rank] - ahead_ms)
-            spent, at_ms = self._tally.spent[member.number], entered_ms[rank]
-            spent[COMPUTE] += busy_ms[rank] / 1e3
-            spent[COMMUNICATION] += 2.0 * self._half_ms[rank] / 1e3
-            spent[WAIT] += waits_ms / 1e3
-            if self._tally.is_drawn(member.number):
-                own_ms = 2.0 * self._half_ms[rank]
-                self._tally.draw(member.number, "compute", self._free_ms[rank] / 1e3, at_ms / 1e3)
-                self._tally.draw(member.number, "communication", at_ms / 1e3, (at_ms + own_ms) / 1e3)
-                self._tally.draw(member.number, "wait", (at_ms + own_ms) / 1e3, (at_ms + own_ms + waits_ms) / 1e3)
-            self._free_ms[rank] = at_ms + 2.0 * self._half_ms[rank] + waits_ms
+            own_ms = 2.0 * self._half_ms[rank]
+            parts = ((COMPUTE, busy_ms[rank]), (COMMUNICATION, own_ms), (WAIT, waits_ms))
+            began_s = self._free_ms[rank] / 1e3
+            self._tally.spend(member.number, began_s, *((state, ms / 1e3) for state, ms in parts))
+            self._free_ms[rank] = entered_ms[rank] + own_ms + waits_ms
         self._latency_ms = [self._arrival_ms - at for at in entered_ms]
         self._tally.pass_time(fsum(self._free_ms) / len(self._free_ms) / 1e3, self._speed)
-
-    # both
-
-    def _count_sum(self) -> None:
-        self._tally.sums_s += self._sum.ms / 1e3
-        self._tally.sums_between_s += self._sum.between_ms / 1e3
 
     def _shorten(self, samples: list[int], slots_ms: Sequence[float], rank: int) -> float:
         """The last slot of an epoch may be short; this rank has the window's last slot. Returns the ms that it saves.
@@ -286,11 +278,3 @@ class WindowRun:
         missing = self.axis.slot_size - self.axis.slot(self.windows.event - 1).samples
         samples[rank] -= missing
         return missing * self.ranks[rank].kind.sample_ms * (slots_ms[rank] / self._slot_ms[rank])
-
-    def _draw(self, rank: int, busy_ms: float, entered_ms: float, met_ms: float) -> None:
-        number, half_ms = self.ranks[rank].number, self._half_ms[rank]
-        draw = self._tally.draw
-        draw(number, "compute", (entered_ms - busy_ms) / 1e3, entered_ms / 1e3)
-        draw(number, "communication", entered_ms / 1e3, (entered_ms + half_ms) / 1e3)
-        draw(number, "wait" if busy_ms else "idle", (entered_ms + half_ms) / 1e3, met_ms / 1e3)
-        draw(number, "communication", met_ms / 1e3, (self._arrival_ms + half_ms) / 1e3)

@@ -10,10 +10,10 @@ from uneven.bench.models.recipe import Recipe
 from uneven.errors import InputError
 
 _SUITE = {
-    "logistic": "logistic.RECIPE",
-    "mlp": "mlp.RECIPE",
-    "lenet": "lenet.RECIPE",
-    "conv-ae": "conv_ae.RECIPE",
+    "logistic": "mnist.LOGISTIC",
+    "mlp": "mnist.MLP",
+    "lenet": "mnist.LENET",
+    "conv-ae": "mnist.AUTOENCODER",
     "char-rnn": "char_rnn.RECIPE",
     "gpt-nano": "gpt_nano.RECIPE",
     "resnet-20": "resnet20.RECIPE",
