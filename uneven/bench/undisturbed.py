@@ -7,7 +7,7 @@ speed-up, no "as fast as". Reason: on a two-core virtual machine with 27 % stole
 a figure that PyTorch's DDP did 0.04x of one device; a second run was 13 times faster.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from uneven.hardware.interference import Interference, measure_interference
@@ -21,26 +21,17 @@ REPEAT_LIMIT_S = 60.0  # a longer measurement is marked without a second try, wh
 
 def measure_undisturbed(measure: Callable[[], T], repeat_limit_s: float = REPEAT_LIMIT_S) -> tuple[T, Interference]:
     """The result of `measure` and the interference while it ran; repeated once if it was disturbed and short enough."""
-    value, interference = _measure_once(measure)
-    if interference.is_disturbed and interference.seconds <= repeat_limit_s:
-        value, interference = _measure_once(measure)
-    return value, interference
-
-
-def _measure_once(measure: Callable[[], T]) -> tuple[T, Interference]:
-    with measure_interference() as span:
-        value = measure()
+    for _ in range(2):
+        with measure_interference() as span:
+            value = measure()
+        if not span.interference.is_disturbed or span.interference.seconds > repeat_limit_s:
+            break
     return value, span.interference
 
 
 def to_marks(interference: Interference) -> dict[str, Any]:
     """The two fields that every record of a speed has, in JSON and in table rows."""
     return {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
-
-
-def is_disturbed(record: Mapping[str, Any]) -> bool:
-    """Whether a summary or another JSON record is marked; older records without the field count as undisturbed."""
-    return bool(record.get("is_disturbed", False))
 
 
 def mark(text: str, is_marked: bool) -> str:

@@ -5,7 +5,6 @@ Each verb is an order (bench/orders.py), a call and what it prints.
 
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ import typer
 from uneven.bench import orders
 from uneven.cli.bench_results import check, report
 from uneven.cli.options import Module, ScriptArgs, with_order
-from uneven.cli.output import Json, new_table, print_json, print_whole, say
+from uneven.cli.output import Json, new_table, print_json, print_whole, say, teller
 from uneven.cli.strategies import strategies
 from uneven.errors import STOPPED, RankError
 from uneven.launch.find_script import find_script
@@ -75,11 +74,6 @@ class Planned:
     run: list[str]
     kept: list[str]
     skipped: dict[str, str]
-
-
-def _teller(is_quiet: bool) -> Callable[[str], None]:
-    """Prints lines of progress, where stdout has the result."""
-    return lambda line: None if is_quiet else print(line, file=sys.stderr, flush=True)
 
 
 @app.command("list")
@@ -204,7 +198,7 @@ def sweep(
     if dry:
         _print_plan(*planned(order), as_json)
         return
-    tell = _teller(as_json)
+    tell = teller(as_json)
     try:
         provide(order, tell)
         outcome = run_sweep(replace(order, command=shlex.join(["uneven", *sys.argv[1:]])), tell)
@@ -258,7 +252,7 @@ def policies(
     """
     from uneven.bench.policies import Trial, try_policies
 
-    found, tell = find_script(script, args or [], module), _teller(as_json)
+    found, tell = find_script(script, args or [], module), teller(as_json)
     trial = Trial()
     is_cut = False
     try:
@@ -309,7 +303,7 @@ def scaling(order: orders.ScalingOrder, as_json: Json = False) -> None:
     """
     from uneven.bench.scaling import measure_scaling
 
-    found = measure_scaling(order, _teller(as_json))
+    found = measure_scaling(order, teller(as_json))
     print_json(found) if as_json else _print_scaling(found)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from uneven.bench.orders import DemoOrder
 from uneven.cli.options import with_order
-from uneven.cli.output import Json, new_table, print_json
+from uneven.cli.output import Json, new_table, print_json, teller
 from uneven.errors import STOPPED, TERMINATED, InputError, MachineError, RankError, Terminated
 from uneven.format import format_count
 
@@ -56,10 +56,7 @@ def demo(order: DemoOrder, as_json: Json = False) -> None:
     results = check(order)
     limit_threads(threads(order))  # before torch is loaded
 
-    def tell(line: str) -> None:
-        if not as_json:
-            print(line, file=sys.stderr, flush=True)
-
+    tell = teller(as_json)
     tell(f"LeNet on the digits inside the package, {format_count(len(results.modes), 'mode')} on {order.devices}")
     for note in notes(order):
         tell(f"Note: {note}")

@@ -6,10 +6,14 @@ from typing import Annotated
 import typer
 
 from uneven.cli import complete
-from uneven.cli.options import check_seconds
+from uneven.cli.options import Rank, check_seconds, run_argument
 from uneven.cli.output import Json, print_json, say
 from uneven.errors import InputError, RankError
 from uneven.files import ABSENT
+
+Run = Annotated[
+    str | None, run_argument("Which run, if several are on: its id, its process id, or its script.", complete.live_runs)
+]
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,8 @@ class Left:
 
 
 def leave(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Which run, if several are on: its id, its process id, or its script.",
-            metavar="RUN",
-            autocompletion=complete.live_runs,
-        ),
-    ] = None,
-    rank: Annotated[
-        list[int] | None, typer.Option("--rank", help="This rank alone; may be given several times.", metavar="N")
-    ] = None,
+    run: Run = None,
+    rank: Rank = None,
     wait: Annotated[
         float, typer.Option("--wait", help="How long to wait until they have left.", metavar="SECONDS")
     ] = 60.0,

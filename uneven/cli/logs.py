@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.cli import complete
+from uneven.cli.options import Rank, run_argument
 from uneven.cli.output import Json, print_json, say
 from uneven.errors import InputError
 from uneven.launch.control.read_logs import Line, LogReader
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from uneven.launch.control.known_runs import KnownRun
 
 POLL_S = 0.2
+Run = Annotated[
+    str | None, run_argument("Its id or the beginning of it, a script, 'last', or a run's folder.", complete.all_runs)
+]
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,9 @@ class Printed:
 
 
 def logs(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Its id or the beginning of it, a script, 'last', or a run's folder.",
-            metavar="RUN",
-            autocompletion=complete.all_runs,
-        ),
-    ] = None,
+    run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the end of the run.")] = False,
-    rank: Annotated[
-        list[int] | None, typer.Option("--rank", help="This rank alone; may be given several times.", metavar="N")
-    ] = None,
+    rank: Rank = None,
     lines: Annotated[int | None, typer.Option("--lines", "-n", help="The last lines alone.", metavar="LINES")] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="With the time of each line.")] = False,
     as_json: Json = False,

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 MACHINES = "Options for several machines"
+Rank = Annotated[
+    list[int] | None, typer.Option("--rank", help="This rank alone; may be given several times.", metavar="N")
+]
 
 ScriptPath = Annotated[Path, typer.Argument(help="The Python script to run, once per device.")]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")]
@@ -203,6 +206,11 @@ def read_machines(options: Mapping[str, Any], skip: str | None) -> "LeadOptions 
         ssh=said["ssh"],
         skip=read_skip(skip),
     )
+
+
+def run_argument(help: str, known: complete.Complete) -> Any:
+    """Which run a verb is about; None: the only one."""
+    return typer.Argument(help=help, metavar="RUN", autocompletion=known)
 
 
 def check_seconds(flag: str, seconds: float) -> None:

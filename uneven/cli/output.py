@@ -5,7 +5,7 @@ breaks such lines, and where there is none they are as long as they have to be.
 """
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +22,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 def print_json(document: Any) -> None:
     print(json_text(document), flush=True)
+
+
+def teller(is_quiet: bool) -> Callable[[str], None]:
+    """Prints lines of progress on stderr; nothing beside a JSON document."""
+    return lambda line: None if is_quiet else print(line, file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli import complete
+from uneven.cli.options import run_argument
 from uneven.cli.output import Json, new_console, new_table, print_json
 from uneven.errors import InputError
 from uneven.format import format_clock
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
     from uneven.launch.control.known_runs import KnownRun
 
+Run = Annotated[
+    str | None,
+    run_argument("This run alone: its id or the beginning of it, a script, 'last', a folder.", complete.all_runs),
+]
 EVERY_S = 1.0
 WIDTH = 160  # where the output is no terminal
 GAP = 2  # spaces before each column of the ranks
@@ -33,14 +38,7 @@ class Listed:
 
 
 def status(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="This run alone: its id or the beginning of it, a script, 'last', a folder.",
-            metavar="RUN",
-            autocompletion=complete.all_runs,
-        ),
-    ] = None,
+    run: Run = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Ended runs, too: the last 100.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second.")] = False,
     as_json: Json = False,

@@ -6,9 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from uneven.cli import complete
-from uneven.cli.options import check_seconds
+from uneven.cli.options import check_seconds, run_argument
 from uneven.cli.output import Json, print_json, say
 from uneven.errors import InputError, RankError
+
+ABOUT = "Its id or the beginning of it, as uneven status shows it, a script or a folder."
+Run = Annotated[str | None, run_argument(ABOUT, complete.live_runs)]
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,7 @@ class Stopped:
 
 
 def stop(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Its id or the beginning of it, as uneven status shows it, a script or a folder.",
-            metavar="RUN",
-            autocompletion=complete.live_runs,
-        ),
-    ] = None,
+    run: Run = None,
     stop_all: Annotated[bool, typer.Option("--all", help="All your runs that this machine leads.")] = False,
     now: Annotated[
         bool, typer.Option("--now", help="A second Ctrl-C 1.5 s later: what is not saved by then is lost.")

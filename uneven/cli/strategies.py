@@ -1,6 +1,5 @@
 """`uneven bench strategies`: memory, traffic and time of every strategy, ours and PyTorch's."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from uneven.bench.orders import StrategiesOrder
 from uneven.cli.options import with_order
-from uneven.cli.output import Json, new_console, new_table, print_json
+from uneven.cli.output import Json, new_console, new_table, print_json, teller
 
 if TYPE_CHECKING:
     from uneven.bench.strategies.measure import Paired, StrategyRow
@@ -31,12 +30,7 @@ def strategies(order: StrategiesOrder, as_json: Json = False) -> None:
     """
     from uneven.bench.strategies import measure as bench
 
-    order = bench.resolved(order)
-
-    def tell(line: str) -> None:
-        if not as_json:
-            print(line, file=sys.stderr)
-
+    order, tell = bench.resolved(order), teller(as_json)
     if order.is_paired:
         pairs = bench.measure_pairs(order, tell)
         print_json(bench.PairsDocument(order, pairs)) if as_json else _print_pairs(pairs)

@@ -113,13 +113,12 @@ def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
         raise InputError(
             f"--jobs {order.jobs} on {order.devices!r}: runs at once would share cores; it is for GPUs only"
         )
-    wanted = order.modes or _all_modes(devices)
-    skipped = [
-        Skipped(mode, reason) for mode in wanted if (reason := _reason_to_skip(mode, devices, order)) is not None
-    ]
+    wanted = order.modes or (*(f"solo-{place}" for place in range(len(devices))), *OWN_LOOP, *JOINT)
+    reasons = {mode: _reason_to_skip(mode, devices, order) for mode in wanted}
+    skipped = [Skipped(mode, reason) for mode, reason in reasons.items() if reason is not None]
     if order.modes and skipped:
         raise InputError(f"mode {skipped[0].mode!r} on {order.devices!r}: {skipped[0].reason}")
-    allowed = [mode for mode in wanted if mode not in {skip.mode for skip in skipped}]
+    allowed = [mode for mode in wanted if reasons[mode] is None]
     return list(_cells(order, names, allowed, devices)), skipped
 
 
@@ -136,7 +135,9 @@ def plan_equal_time(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
         for cell in cells:
             is_joint = cell.model == model and cell.result is None and cell.mode in JOINT
             if is_joint and cell.is_done and (epochs := _epochs_that_fit(cell.mode, by_mode)) is not None:
-                found.append(_at_equal_time(order, cell, epochs))
+                settings = {**cell.settings, "epochs": epochs, "eval_every": max(1, epochs // 10)}
+                folder = run_folder(order.out / EQUAL_TIME, cell.model, cell.mode, cell.seed)
+                found.append(replace(cell, folder=folder, settings=settings, is_equal_time=True))
     return found
 
 
@@ -149,16 +150,6 @@ def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> i
     own = runs[0].summary.epochs
     epochs = int(SAFE * allowed_s * own / own_s)
     return epochs if epochs > own else None
-
-
-def _at_equal_time(order: SweepOrder, cell: Cell, epochs: int) -> Cell:
-    settings = {**cell.settings, "epochs": epochs, "eval_every": max(1, epochs // 10)}
-    folder = run_folder(order.out / EQUAL_TIME, cell.model, cell.mode, cell.seed)
-    return replace(cell, folder=folder, settings=settings, is_equal_time=True)
-
-
-def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:
-    return (*(f"solo-{place}" for place in range(len(devices))), *OWN_LOOP, *JOINT)
 
 
 def _reason_to_skip(mode: str, devices: Sequence[Device], order: SweepOrder) -> str | None:

@@ -17,7 +17,6 @@ from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, fo
 from uneven.bench.single.process import Ended, run_many
 from uneven.bench.single.run import write_summary
 from uneven.bench.sweep.plan import Cell, Skipped, plan_equal_time, plan_sweep
-from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
@@ -127,7 +126,7 @@ def _record(cell: Cell, ended: Ended, outcome: Outcome, at_once: int = 1) -> Non
     if at_once > 1:
         summary = _finished(cell).summary
         write_summary(cell.folder, replace(summary, is_disturbed=True, runs_at_once=at_once))
-    elif is_disturbed(read_json(cell.result or cell.folder / "summary.json")):
+    elif read_json(cell.result or cell.folder / "summary.json").get("is_disturbed"):
         outcome.disturbed.append(cell.name)
     outcome.done.append(cell.name)
 
