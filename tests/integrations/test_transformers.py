@@ -79,15 +79,26 @@ def test_a_run_goes_on_inside_an_epoch_with_the_shares_that_it_had(by_rank: list
         assert len(found["from a plain one"]["divisions"]) == 21 - cases.SAVED_AT
 
 
-@pytest.mark.parametrize("reader", ["plain", "attached"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_a_sharded_run_goes_on_inside_an_epoch(strategy: str, by_rank: list[dict[str, Any]], plain: Any) -> None:
+    for found in by_rank:
+        for name in ("saved", "resumed", "from a plain one"):
+            for key, param in params_of(plain.model).items():
+                torch.testing.assert_close(found[f"{strategy}, {name}"]["params"][key], param, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer"),
+    [("plain", "saved"), ("attached", "saved"), ("plain", "zero1"), ("attached", "zero2"), ("plain", "fsdp")],
+)
 def test_one_process_goes_on_from_a_checkpoint_of_two(
-    reader: str, by_rank: list[dict[str, Any]], folder: Path, plain: Any, tmp_path: Path
+    reader: str, writer: str, by_rank: list[dict[str, Any]], folder: Path, plain: Any, tmp_path: Path
 ) -> None:
     assert by_rank
     trainer = cases.classification(tmp_path, batch=cases.STEP, epochs=3)
     if reader == "attached":
         attach(trainer)
-    trainer.train(resume_from_checkpoint=cases.checkpoint(folder / "saved"))
+    trainer.train(resume_from_checkpoint=cases.checkpoint(folder / writer))
     for key, param in params_of(plain.model).items():
         torch.testing.assert_close(params_of(trainer.model)[key], param, rtol=0, atol=1e-10)
 
@@ -146,6 +157,13 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         attach(trainer, "sync", shares=(1,))
     with pytest.raises(InputError, match="numbers for 1"):
         attach(trainer, shares=(3, 1))
+    with pytest.raises(InputError, match="zero3"):
+        attach(trainer, strategy="zero3")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="memory_shares"):
+        attach(trainer, memory_shares=(1,))
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", **cases.SAVES, "eval_steps": cases.SAVED_AT}
+    with pytest.raises(InputError, match="load_best_model_at_end"):
+        attach(cases.classification(tmp_path, **best), strategy="fsdp")
     attach(trainer)
     with pytest.raises(InputError, match="once"):
         attach(trainer)

@@ -139,6 +139,7 @@ class Case:
     shares: tuple[float, ...] | None = None  # None: measured
     accumulation: int = 1
     epochs: int = 1
+    sharded: dict[str, Any] = field(default_factory=dict)  # what attach is told of a strategy
 
 
 CASES = {
@@ -157,6 +158,15 @@ CASES = {
     "LoRA": Case(tuning, epochs=2),
     "LoRA, accumulation, 11:5": Case(tuning, shares=(11, 5), accumulation=2),
     "preferences": Case(preferences, shares=(11, 5), accumulation=2),
+    "zero1": Case(language_model, epochs=3, sharded={"strategy": "zero1", "memory_shares": (3, 1)}),
+    "zero1, accumulation": Case(classification, shares=(11, 5), accumulation=2, sharded={"strategy": "zero1"}),
+    "zero2, accumulation": Case(
+        language_model, shares=(11, 5), accumulation=2, sharded={"strategy": "zero2", "memory_shares": (3, 1)}
+    ),
+    "zero2": Case(classification, shares=(1, 0), epochs=2, sharded={"strategy": "zero2"}),
+    "fsdp": Case(language_model, epochs=3, sharded={"strategy": "fsdp", "memory_shares": (3, 1)}),
+    "fsdp, accumulation": Case(classification, shares=(11, 5), accumulation=2, sharded={"strategy": "fsdp"}),
+    "fsdp, LoRA": Case(tuning, shares=(11, 5), sharded={"strategy": "fsdp", "memory_shares": (3, 1)}),
 }
 
 
@@ -177,11 +187,12 @@ def shared(case: Case, folder: Path, resume: str | None = None, **options: Any) 
     batch = STEP // RANKS // case.accumulation
     options = {**case.options, "gradient_accumulation_steps": case.accumulation, **options}
     trainer = case.make(folder, batch=batch, epochs=case.epochs, **options)
-    shares = attach(trainer) if case.shares is None else attach(trainer, shares=case.shares)
+    shares = attach(trainer, shares=case.shares, **case.sharded)
     divisions = script_times(shares)
     trainer.train(resume_from_checkpoint=resume)
     shares.close()
-    return {"params": params_of(trainer.model), "divisions": divisions, "log": trainer.state.log_history}
+    params = trainer._sharded.strategy.full_params() if case.sharded else params_of(trainer.model)
+    return {"params": params, "divisions": divisions, "log": trainer.state.log_history}
 
 
 def script_times(shares: Any) -> list[tuple[int, ...]]:
@@ -203,6 +214,11 @@ def all_cases(group: Group) -> dict[str, Any]:
     os.environ.update({"RANK": str(group.rank), "LOCAL_RANK": str(group.rank), "WORLD_SIZE": str(group.world_size)})
     os.environ.update({"LOCAL_WORLD_SIZE": str(group.world_size), "MASTER_ADDR": "127.0.0.1"})
     found = {name: shared(case, folder / "case") for name, case in CASES.items()}
+    for name in ("zero1", "zero2", "fsdp"):
+        case = Case(classification, epochs=3, sharded={"strategy": name, "memory_shares": (1, 2)})
+        found[f"{name}, saved"] = shared(case, folder / name, **SAVES)
+        found[f"{name}, resumed"] = shared(case, folder / "resumed", checkpoint(folder / name))
+        found[f"{name}, from a plain one"] = shared(case, folder / "resumed", checkpoint(folder / "plain"))
     found["saved"] = shared(CASES["classification"], folder / "saved", **SAVES)
     found["resumed"] = shared(CASES["classification"], folder / "resumed", checkpoint(folder / "saved"))
     found["from a plain one"] = shared(

@@ -12,12 +12,12 @@ from uneven.launch.frameworks import begin_use, join_ranks
 
 join_ranks()
 if sys.argv[1:] != ["forgets"]:
-    speed = begin_use(int(sys.argv[1]))
+    told = begin_use(int(sys.argv[1]), ("policy",))
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU"
     total = torch.ones(1)
     if dist.is_initialized():
         dist.all_reduce(total)
-    print("found", *(os.environ.get(name, "-") for name in names), int(total), speed)
+    print("found", *(os.environ.get(name, "-") for name in names), int(total), told.speed, *told.settings.values())
 """
 
 
@@ -36,6 +36,15 @@ def test_ranks_are_found_as_under_torchrun_and_each_has_its_device(tmp_path: Pat
 
 def test_a_single_device_is_slowed_down_and_forms_no_group(tmp_path: Path) -> None:
     assert run(tmp_path, "--devices", "cpu@0.5", "--", "1")[:2] == (0, ["- - - true 1 0.5"])
+
+
+def test_settings_reach_the_loop_and_those_without_effect_are_named(tmp_path: Path) -> None:
+    devices = ("--devices", "cpu,cpu", "--grace", "5")
+    code, found, said = run(tmp_path, *devices, "--policy", "sync", "--", "2")
+    assert (code, found) == (0, ["0 0 2 true 2 1.0 sync", "1 1 2 true 2 1.0 sync"]), said
+    code, _, said = run(tmp_path, *devices, "--epochs", "3", "--", "2")
+    assert code == 2
+    assert "epochs" in said
 
 
 def test_a_framework_that_has_looked_around_too_early_is_named(tmp_path: Path) -> None:

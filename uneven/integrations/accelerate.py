@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from uneven.core import StepSampler, StepShares, watch_ddp
 from uneven.errors import InputError
-from uneven.launch.frameworks import begin_use, join_ranks
+from uneven.launch.frameworks import Told, begin_use, join_ranks
 
 join_ranks()
 
@@ -64,8 +64,9 @@ def attach(
     ahead = loader.num_workers * (loader.prefetch_factor or 0) + 1  # accelerate looks for the end of the epoch
     step_shares = make_shares(
         batch_size * pieces * accelerator.num_processes,
-        world_size=accelerator.num_processes,
-        shares=chosen_shares(policy, shares),
+        told=begin_use(accelerator.num_processes, ("policy", "shares")),
+        policy=policy,
+        shares=shares,
         pieces=pieces,
         ahead=ahead,
     )
@@ -80,7 +81,7 @@ def attach(
         _non_blocking=getattr(loader, "_non_blocking", False),
         **{name: getattr(loader, name) for name in KEPT},
     )
-    share(accelerator, step_shares)
+    become(accelerator, SharingAccelerator, _shares=step_shares, _loader=None)
     accelerator.share_loader(model, loader, ours)
     return ours
 
@@ -116,10 +117,10 @@ class EpochSampler(StepSampler):
 
 
 class SharingAccelerator(Accelerator):  # type: ignore[misc]
-    """What `share` makes of an Accelerator: it leaves waiting out of a rank's own work, and weighs losses.
+    """What `attach` makes of an Accelerator: it leaves waiting out of a rank's own work, and weighs losses.
 
-    Life cycle: `share_loader` where the loop is the user's; a Trainer weighs by itself. A step begins with the forward
-    of a model in training mode, and is over with its last `backward`.
+    Made by `become`. Life cycle: `share_loader` where the loop is the user's; a Trainer weighs by itself. A step begins
+    with the forward of a model in training mode, and is over with its last `backward`.
     """
 
     _shares: StepShares
@@ -187,11 +188,6 @@ class SharingAccelerator(Accelerator):  # type: ignore[misc]
             self._shares.start(self._loader.take_read_s())
 
 
-def share(accelerator: Accelerator, shares: StepShares) -> None:
-    """Make it a SharingAccelerator; it may be of a class of the user's."""
-    become(accelerator, SharingAccelerator, _shares=shares, _loader=None)
-
-
 def become(thing: Any, mixin: type, **attributes: Any) -> None:
     """Give an object the methods of `mixin` before its own: what a subclass of its class would have."""
     own = type(thing)
@@ -200,25 +196,24 @@ def become(thing: Any, mixin: type, **attributes: Any) -> None:
 
 
 def make_shares(
-    samples: int, *, world_size: int, shares: Policy | Sequence[float], pieces: int, ahead: int
+    samples: int, *, told: Told, policy: str, shares: Sequence[float] | None, pieces: int, ahead: int
 ) -> StepShares:
-    """Of a loop with `pieces` batches a step on each rank, whose loader reads `ahead` batches before they are due."""
-    speed = begin_use(world_size)
-    made = StepShares(samples, shares=shares, least=pieces, lookahead=-(-ahead // pieces))
-    made.slow_down(speed)
-    return made
+    """Of a loop with `pieces` batches a step on each rank, whose loader reads `ahead` batches before they are due.
 
-
-def chosen_shares(policy: str, shares: Sequence[float] | None) -> Any:
-    """What StepShares is given; InputError where one of the two would be ignored, or needs more than DDP."""
-    if policy in ("cadence", "async"):
+    `policy` and `shares` are the script's own.
+    """
+    policy, shares = told.settings.get("policy", policy), told.settings.get("shares", shares)
+    if policy not in ("balanced", "sync"):
         raise InputError(
             f"policy={policy!r}: a framework's loop steps all ranks together, with 'balanced' or 'sync'; fit and "
             "Ddp.setup train with local policies"
         )
     if shares is not None and policy != "balanced":
         raise InputError(f"shares={tuple(shares)} and policy={policy!r}: give one of them")
-    return policy if shares is None else shares
+    chosen: Any = policy if shares is None else shares
+    made = StepShares(samples, shares=chosen, least=pieces, lookahead=-(-ahead // pieces))
+    made.slow_down(told.speed)
+    return made
 
 
 def refuse_other_plugins(accelerator: Accelerator) -> None:

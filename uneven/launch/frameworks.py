@@ -7,6 +7,9 @@ this process. Called by integrations/: `join_ranks` when one is imported, before
 """
 
 import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +18,7 @@ from uneven.errors import InputError
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext, present_context
 
+OBEYED = ("devices", "grace")  # by `uneven run` itself
 _groups: list[TorchGroup] = []  # torch's default group, which lasts as long as this process
 
 
@@ -47,22 +51,36 @@ def join_ranks() -> None:
     _groups.append(TorchGroup(store, environment.rank, environment.world_size, nccl))
 
 
-def begin_use(world_size: int) -> float:
-    """A loop of so many ranks is shared: the script has used uneven. Returns the speed of this rank's device (`@0.4`).
+@dataclass(frozen=True)
+class Told:
+    """What `uneven run` tells a loop: the speed of this rank's device (`@0.4`), and settings in place of its own."""
 
-    InputError where the framework has not found the ranks.
+    speed: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def begin_use(world_size: int, takes: Collection[str]) -> Told:
+    """A loop of so many ranks is shared: the script has used uneven. `takes`: names of settings that it can obey.
+
+    InputError for others, and where the framework has not found the ranks.
     """
     context = present_context()
     if context is None:
-        return 1.0
+        return Told()
     context.was_used = True
+    given = {name: value for name, value in context.settings.items() if name not in OBEYED}
+    if ignored := [name for name in given if name not in takes]:
+        raise InputError(
+            f"{', '.join(ignored)}: the loop is a framework's, which has settings of its own; leave it out. Allowed "
+            f"are {', '.join((*OBEYED, *takes))}"
+        )
     if context.environment.is_launched and world_size != context.environment.world_size:
         raise InputError(
             f"{context.environment.world_size} ranks were started, and the framework has found {world_size}: import "
             "uneven.integrations at the top of the script, before TrainingArguments, Accelerator or a Trainer is made"
         )
     device = _own_device(context)
-    return 1.0 if device is None else device.speed
+    return Told(1.0 if device is None else device.speed, given)
 
 
 def _own_device(context: ProcessContext) -> Device | None:
