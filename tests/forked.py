@@ -29,7 +29,7 @@ RealPopen = subprocess.Popen
 COMMANDS = tuple(str(Path(sys.executable).parent / name) for name in ("uneven", "torchrun"))
 LIGHT = ("uneven.hardware.mps_supervisor",)  # imports no torch: started for real as quickly
 # These start nothing: no server of their own.
-LEAVES = ("uneven.launch.rank", "uneven.bench.strategies.rank", "uneven.hardware.measure", "tests.rank_process")
+LEAVES = ("uneven.launch.rank", "uneven.bench.strategies.rank", "tests.rank_process")
 
 
 class Server:

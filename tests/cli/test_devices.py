@@ -9,7 +9,6 @@ import pytest
 from tests.cli.documents import check_document
 from tests.hardware.fakes import make_pynvml
 from uneven.cli.main import main
-from uneven.hardware.measure import DeviceSpeed
 
 
 @pytest.fixture
@@ -35,13 +34,11 @@ def fake_speeds(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def
     """Replace the measuring itself by a table of speeds."""
 
     def put(*speeds: float) -> None:
-        def measure(devices, plan, seconds, on_phase):  # type: ignore[no-untyped-def]
-            assert len(plan.cores) == len(devices)
-            assert seconds == 5.0
-            on_phase("training")
-            return [DeviceSpeed(d, s, 0.9 * s, 1.1 * s) for d, s in zip(devices, speeds, strict=True)]
+        def measure(devices, seconds, is_shown):  # type: ignore[no-untyped-def]
+            assert (len(devices), seconds, is_shown) == (len(speeds), 5.0, False)
+            return list(speeds)
 
-        monkeypatch.setattr("uneven.cli.devices.measure_devices", measure)
+        monkeypatch.setattr("uneven.cli.devices._measure", measure)
 
     return put
 
@@ -98,7 +95,6 @@ def test_measured_speeds_become_a_sentence(uneven, fake_speeds) -> None:  # type
     text = " ".join(out.split())
     assert (code, err) == (0, "")
     assert "2,500" in text
-    assert "2,250-2,750" in text
     assert "Measured gap (fastest / slowest): 2.50" in text
     assert "not exact" in text
     assert (
@@ -125,7 +121,7 @@ def test_real_devices_side_by_side(uneven, monkeypatch: pytest.MonkeyPatch) -> N
     found = json.loads(out)
     check_document("devices", found)
     for row in found["devices"]:
-        assert 0 < row["slowest"] <= row["samples_per_s"] <= row["fastest"]
+        assert row["samples_per_s"] > 0
     fast, slow = (row["samples_per_s"] for row in found["devices"])
     assert found["measured"]["gap"] == pytest.approx(max(fast, slow) / min(fast, slow))
 

@@ -4,8 +4,8 @@ Measuring trains a small network on all devices at the same time.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -17,11 +17,9 @@ from uneven.cli.output import Json, new_console, print_json
 from uneven.errors import InputError
 from uneven.files import ABSENT
 from uneven.format import format_gib
-from uneven.hardware.cores import CorePlan, assign_cores, available_cores
+from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.gpus import Gpu, VisibleGpus, read_gpus, read_visible, usable_devices, why_unusable
-from uneven.hardware.measure import DeviceSpeed
-from uneven.hardware.measure import measure as measure_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
@@ -39,8 +37,6 @@ class DeviceRow:
     cores: int | None
     pinned_to: tuple[int, ...] | None = field(default=None, metadata=ABSENT)  # cores, of chosen devices
     samples_per_s: float | None = field(default=None, metadata=ABSENT)
-    slowest: float | None = field(default=None, metadata=ABSENT)  # samples/s of the slowest segment
-    fastest: float | None = field(default=None, metadata=ABSENT)
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def devices(
         raise InputError(f"--seconds {seconds:g}: allowed is 0.1 to 600; run 'uneven devices --measure'")
     chosen = parse_devices(names) if names is not None else None
     rows, notes = _device_rows(chosen)
-    measured: list[DeviceSpeed] = []
+    speeds: list[float] = []
     plan = assign_cores(chosen, available_cores()) if chosen else None
     if measure:
         refuse_unsupported()
@@ -93,27 +89,18 @@ def devices(
         tried = chosen or (tuple(usable_devices()) if len(rows) > 1 else parse_devices("cpu"))
         rows.sort(key=lambda row: chosen is None and row.device not in map(str, tried))
         tried_plan = assign_cores(tried, available_cores())
-        with _spinner(is_shown=not as_json and sys.stderr.isatty()) as on_phase:
-            measured = measure_devices(tried, tried_plan, seconds=seconds, on_phase=on_phase)
+        speeds = _measure(tried, seconds, is_shown=not as_json and sys.stderr.isatty())
         notes += [] if plan is not None or tried_plan.note is None else [tried_plan.note]
-    _add(rows, plan, measured)
+    for index, row in enumerate(rows if plan is not None else ()):
+        row.pinned_to = None if plan is None else plan.cores[index]
+    for row, speed in zip(rows, speeds, strict=False):
+        row.samples_per_s = speed
     notes += [] if plan is None or plan.note is None else [plan.note]
-    yardstick = Yardstick.of([speed.speed for speed in measured]) if measured else None
+    yardstick = Yardstick.of(speeds) if speeds else None
     if as_json:
         print_json(Listed(uneven.__version__, rows, notes, yardstick))
     else:
-        _print(rows, notes, measured, yardstick)
-
-
-def _add(rows: Sequence[DeviceRow], plan: CorePlan | None, measured: Sequence[DeviceSpeed]) -> None:
-    """What only chosen devices have, cores of their own, and what was measured."""
-    for index, row in enumerate(rows):
-        if plan is not None:
-            row.pinned_to = plan.cores[index]
-    for row, speed in zip(rows, measured, strict=False):
-        row.samples_per_s = speed.speed
-        row.slowest = speed.slowest
-        row.fastest = speed.fastest
+        _print(rows, notes, yardstick)
 
 
 def _device_rows(chosen: Sequence[Device] | None) -> tuple[list[DeviceRow], list[str]]:
@@ -144,21 +131,16 @@ def _device_rows(chosen: Sequence[Device] | None) -> tuple[list[DeviceRow], list
     return [row(device) for device in chosen or (Device("cpu"), *(Device("cuda", gpu.index) for gpu in gpus))], notes
 
 
-@contextmanager
-def _spinner(is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a callback that shows the current phase on stderr; it does nothing unless `is_shown`."""
-    if not is_shown:
-        yield lambda _: None
-        return
+def _measure(devices: Sequence[Device], seconds: float, is_shown: bool) -> list[float]:
     from rich.console import Console
 
-    with Console(stderr=True).status("measuring") as status:
-        yield lambda phase: status.update(f"measuring: {phase}")
+    from uneven.cli.device_speeds import measure_devices
+
+    with Console(stderr=True).status("measuring: all of them train side by side") if is_shown else nullcontext():
+        return measure_devices(devices, seconds)
 
 
-def _print(
-    rows: Sequence[DeviceRow], notes: Sequence[str], measured: Sequence[DeviceSpeed], yardstick: Yardstick | None
-) -> None:
+def _print(rows: Sequence[DeviceRow], notes: Sequence[str], yardstick: Yardstick | None) -> None:
     from rich import box
     from rich.table import Table
 
@@ -166,33 +148,31 @@ def _print(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("device", no_wrap=True)
     table.add_column("name", overflow="fold")
-    for heading in ("memory", "arch", "cores", *(["samples/s", "range"] if measured else [])):
+    for heading in ("memory", "arch", "cores", *(["samples/s"] if yardstick else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         memory = format_gib(row.memory_bytes) if row.memory_bytes else "-"
         own = row.pinned_to if row.device.startswith("cpu") else None
         cells = [row.device, row.name or "-", memory, row.arch or "-", str(len(own) if own else row.cores or "-")]
-        if measured and row.samples_per_s is None:
-            cells += ["-", "-"]
-        elif measured:
-            cells += [f"{row.samples_per_s:,.0f}", f"{row.slowest:,.0f}-{row.fastest:,.0f}"]
+        if yardstick is not None:
+            cells.append("-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}")
         table.add_row(*cells)
     console.print(table)
     if yardstick is not None:
-        console.print("\n".join(_summary(measured, yardstick)))
+        console.print("\n".join(_summary([row.device for row in rows if row.samples_per_s is not None], yardstick)))
     for note in notes:
         console.print(f"Note: {note}")
 
 
-def _summary(measured: Sequence[DeviceSpeed], yardstick: Yardstick) -> list[str]:
+def _summary(measured: Sequence[str], yardstick: Yardstick) -> list[str]:
     if len(measured) == 1:
-        name = measured[0].device.torch_name
+        name = measured[0]
         return [
             "Only one device, so there is nothing to share. To simulate a second device:",
             f"  uneven devices {name},{name}@0.4 --measure",
         ]
     lines = [f"Measured gap (fastest / slowest): {yardstick.gap:.2f}"]
-    if any(speed.device.speed < 1 for speed in measured):
+    if any("@" in device for device in measured):
         lines.append("A simulated speed (@) is not exact: the measured gap is the one that counts.")
     return [
         *lines,
