@@ -55,7 +55,7 @@ def test_the_cards_name_everyone_who_took_part_and_what_is_of_this_part_of_the_r
     states = lanes_of([("compute", 3000 * MS)], [("compute", 1000 * MS)])
     first, gone = states.lanes
     lanes = [replace(first, samples=300), replace(gone, samples=50, ended=Ended(LEFT, "it was needed"))]
-    busy = Interference(10.0, 2, 0.3, 0.6, None, None, None, None, is_throttled=False)
+    busy = Interference(10.0, 2, 0.3, 0.6, None, None, None, is_throttled=False)
     timeline = replace(states, lanes=lanes, run=RunFacts(7, 1000, busy))
     state = TrainedState({}, {}, samples=1350, timeline=timeline)
     config = resolve({"batch_size": 32, "epochs": 1, "policy": "async"})

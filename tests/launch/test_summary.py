@@ -23,7 +23,6 @@ IDLE = Counters(
     stolen_s=0.0,
     pressure_s=0.0,
     own_cpu_s=0.0,
-    involuntary_switches=0,
     num_throttled=0,
 )
 CALM = replace(IDLE, time_s=10.0, busy_s=18.0, own_cpu_s=18.0)

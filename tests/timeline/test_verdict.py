@@ -105,7 +105,7 @@ def test_a_run_that_lost_a_device_was_no_run_of_one_device() -> None:
 
 
 def test_a_disturbed_run_says_so_in_its_data_and_beside_its_verdict() -> None:
-    measured = Interference(10.0, 2, 0.3, 0.6, None, None, None, None, is_throttled=False)
+    measured = Interference(10.0, 2, 0.3, 0.6, None, None, None, is_throttled=False)
     run = with_lost_lane(run=RunFacts(interference=measured))
     again = Timeline.from_json(json.loads(json.dumps(run.to_json())))
     assert again == run

@@ -1,20 +1,18 @@
-"""How much other load disturbed a measured span: stolen CPU time, CPU pressure, involuntary context switches.
+"""How much other load disturbed a measured span: stolen CPU time, and CPU pressure by other processes.
 
 Every printed speed is measured inside `measure_interference()`; a span that `is_disturbed` is measured again or
 marked. Needs no torch. A counter that this machine does not have is None and never makes a span disturbed.
 
-[Note: own load is no interference] Ranks that share cores wait for each other, so pressure and involuntary switches
-alone are no evidence of foreign load. They count only if foreign processes kept the same cores busy: foreign = busy
-time of our cores in /proc/stat - CPU time of our process tree. Interrupt time is not part of the busy time, because
-our own loopback traffic is handled there. Pressure and switches do not count either in a span in which our own CPU
-quota throttled us: the kernel accounts that wait as pressure too. Stolen time is never our own and always counts.
+[Note: own load is no interference] Ranks that share cores wait for each other, so pressure alone is no evidence of
+foreign load. It counts only if foreign processes kept the same cores busy: foreign = busy time of our cores in
+/proc/stat - CPU time of our process tree. Interrupt time is not part of the busy time, because our own loopback traffic
+is handled there. Pressure does not count either in a span in which our own CPU quota throttled us: the kernel accounts
+that wait as pressure too. Stolen time is never our own and always counts.
 """
 
 import os
-import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,6 @@ MAX_FOREIGN_SHARE = 0.02
 MAX_FOREIGN_CORES = 0.1
 # Ranks on cores of their own show 1-3 % pressure from short wake-ups; a competing busy loop per core, over 50 %.
 MAX_PRESSURE_SHARE = 0.1
-# Only where the kernel has no PSI. Alone on its core a thread is preempted a few times per second by kernel threads;
-# two that compete alternate every 3-4 ms.
-MAX_SWITCHES_PER_S = 50.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class Counters:
     stolen_s: float | None
     pressure_s: float | None
     own_cpu_s: float | None  # of our process tree, including ended children
-    involuntary_switches: int | None
     num_throttled: int
 
 
@@ -63,7 +57,6 @@ class Interference:
     foreign_share: float | None  # of all the time of our cores
     foreign_cores: float | None  # CPU seconds per second used by processes that are not ours
     pressure_share: float | None  # of the span in which some task was runnable without a core
-    involuntary_switches_per_s: float | None
     is_throttled: bool  # by our own CPU quota
 
     @classmethod
@@ -89,7 +82,6 @@ class Interference:
             foreign_share=None if foreign is None else min(1.0, foreign / end.num_cores),
             foreign_cores=foreign,
             pressure_share=None if pressure is None else min(1.0, pressure),
-            involuntary_switches_per_s=rate(begin.involuntary_switches, end.involuntary_switches),
             is_throttled=end.num_throttled > begin.num_throttled,
         )
 
@@ -101,10 +93,7 @@ class Interference:
     @property
     def is_crowded(self) -> bool:
         """Whether foreign processes competed for our cores."""
-        if self.pressure_share is not None:
-            has_waited = self.pressure_share >= MAX_PRESSURE_SHARE
-        else:
-            has_waited = _reaches(self.involuntary_switches_per_s, MAX_SWITCHES_PER_S)
+        has_waited = _reaches(self.pressure_share, MAX_PRESSURE_SHARE)
         is_foreign = _reaches(self.foreign_share, MAX_FOREIGN_SHARE) and _reaches(self.foreign_cores, MAX_FOREIGN_CORES)
         return has_waited and is_foreign and not self.is_throttled
 
@@ -119,9 +108,7 @@ class Interference:
         if self.is_stolen_from:
             reasons.append(f"the hypervisor took {self.stolen_share:.0%} of the CPU time")
         if self.is_crowded:
-            waited = f"{self.involuntary_switches_per_s:.0f} involuntary switches per second"
-            if self.pressure_share is not None:
-                waited = f"tasks waited for a core {self.pressure_share:.0%} of the time"
+            waited = f"tasks waited for a core {self.pressure_share:.0%} of the time"
             reasons.append(f"other processes kept {self.foreign_cores:.1f} of {self.num_cores} cores busy and {waited}")
         if reasons:
             return f"Disturbed: {' and '.join(reasons)}."
@@ -146,31 +133,19 @@ def _reaches(value: float | None, limit: float) -> bool:
     return value is not None and value >= limit
 
 
-class Span:
-    """A span being measured; `interference` is available after its `with` block."""
+class measure_interference:  # noqa: N801, used as a function: with measure_interference() as span
+    """The interference over a `with` block, as `interference` after it; `pid` as in `read_counters`."""
 
-    def __init__(self) -> None:
-        self._interference: Interference | None = None
+    interference: Interference
 
-    @property
-    def interference(self) -> Interference:
-        if self._interference is None:
-            raise RuntimeError("Span.interference is read inside the with block; it is known after its end")
-        return self._interference
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid, self._begin = pid, read_counters(pid)
 
-    def finish(self, interference: Interference) -> None:
-        self._interference = interference
+    def __enter__(self) -> "measure_interference":
+        return self
 
-
-@contextmanager
-def measure_interference(pid: int | None = None) -> Iterator[Span]:
-    """Measure the interference over a `with` block; `pid` as in `read_counters`."""
-    span = Span()
-    begin = read_counters(pid)
-    try:
-        yield span
-    finally:
-        span.finish(Interference.between(begin, read_counters(pid)))
+    def __exit__(self, *_: object) -> None:
+        self.interference = Interference.between(self._begin, read_counters(self._pid))
 
 
 def read_counters(
@@ -185,11 +160,6 @@ def read_counters(
     ticks = _core_ticks(root, os.sched_getaffinity(0) if cores is None else set(cores))
     per_s = os.sysconf("SC_CLK_TCK")
     tree = _process_tree(root, pid)
-    is_self = root == Path("/") and pid == os.getpid()
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)] if is_self else []
-    # getrusage includes threads and children that have ended; /proc shows living ones only.
-    switches = [usage.ru_nivcsw for usage in usages]
-    switches += [count for member in tree if member != pid or not usages for count in _thread_switches(root, member)]
     return Counters(
         time_s=time.monotonic() if time_s is None else time_s,
         num_cores=max(1, len(ticks)),
@@ -197,7 +167,6 @@ def read_counters(
         stolen_s=sum(fields[7] for fields in ticks) / per_s if ticks else None,
         pressure_s=cpu_pressure_s(root),
         own_cpu_s=sum(tree.values()) / per_s if pid in tree else None,
-        involuntary_switches=sum(switches) if switches else None,
         num_throttled=num_throttled(root),
     )
 
@@ -232,13 +201,3 @@ def _process_tree(root: Path, pid: int) -> dict[int, int]:
         newest = {process for process, parent in parents.items() if parent in newest} - tree
         tree |= newest
     return {process: ticks[process] for process in sorted(tree)}
-
-
-def _thread_switches(root: Path, pid: int) -> list[int]:
-    counts = []
-    for path in (root / f"proc/{pid}/task").glob("[0-9]*/status"):
-        for line in (read_text(path) or "").splitlines():
-            name, _, count = line.partition(":")
-            if name == "nonvoluntary_ctxt_switches" and count.strip().isdigit():
-                counts.append(int(count))
-    return counts
