@@ -208,7 +208,7 @@ def test_times_and_colours_follow_the_profile(tmp_path: Path) -> None:
     assert "9.00 ms" in dot
     assert 'label="inner 10.0 ms"' in dot  # the frame: what its nodes take together
     assert "darkest: 75.0 % of the 12 ms" in dot
-    details = r"72 params\n9 ms, 75.0 % of the time\nvalue 4 kB, params 80 B"
+    details = r"72 params\n9 ms, 75.0 % of the time\nvalue 4.0 kB, params 0.1 kB"
     assert rf"inner.linear_1\nLinear(in_features=8, out_features=8, bias=True)\n{details}" in dot
     assert graph.draw(profile=profile).count("fill:#f0680f") == len(heat)
 

@@ -82,15 +82,6 @@ def count(module: nn.Module, only_trained: bool = False) -> int:
     return sum(param.numel() for param in params if not is_lazy(param))
 
 
-def in_bytes(count: float) -> str:
-    """A number of bytes with a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A plain text table with columns as wide as their widest entry; numbers are aligned right."""
     columns = list(zip(head, *lines, strict=True))

@@ -19,8 +19,9 @@ from typing import Literal
 from torch import nn
 
 from uneven.errors import InputError, MachineError
+from uneven.format import format_bytes
 from uneven.graph.control_flow import Gate, Loop, Map, Switch
-from uneven.graph.describe import count, in_bytes, is_inner, short
+from uneven.graph.describe import count, is_inner, short
 from uneven.graph.function import Function
 from uneven.graph.plan import ENTRY, Node, PlanModule
 from uneven.graph.profile import Profile
@@ -310,7 +311,7 @@ class _Walk:
         if ms is not None and self._profile is not None:
             row = self._times[path]
             lines.append(f"{ms:.4g} ms, {100 * ms / max(self._profile.node_ms, 1e-9):.1f} % of the time")
-            lines.append(f"value {in_bytes(row.output_bytes)}, params {in_bytes(row.param_bytes)}")
+            lines.append(f"value {format_bytes(row.output_bytes)}, params {format_bytes(row.param_bytes)}")
         return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from uneven.errors import InputError
-from uneven.graph.describe import in_bytes, is_inner, short, table
+from uneven.format import format_bytes
+from uneven.graph.describe import is_inner, short, table
 from uneven.graph.observe import Compute, observed
 from uneven.graph.plan import Node, PlanModule
 
@@ -52,7 +53,14 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            (row.path, row.what, f"{row.ms:.3f}", f"{self.share(row):.1%}", in_bytes(row.output_bytes), _params(row))
+            (
+                row.path,
+                row.what,
+                f"{row.ms:.3f}",
+                f"{self.share(row):.1%}",
+                format_bytes(row.output_bytes),
+                _params(row),
+            )
             for row in self.nodes
         ]
         head = ("node", "module", "ms", "share", "value", "params")
@@ -75,18 +83,8 @@ def profile(graph: PlanModule, batch: tuple[Any, ...], repeats: int = 10) -> Pro
                 subject(*batch)
             stopwatch.end_run(is_counted=run >= WARM_UP)
     ms = {path: 1e3 * statistics.median(times) for path, times in stopwatch.times.items() if times}
-    rows = tuple(
-        NodeProfile(
-            path,
-            stopwatch.what[path],
-            ms[path],
-            stopwatch.output_bytes[path],
-            stopwatch.param_bytes[path],
-            stopwatch.is_inner[path],
-        )
-        for path in ms
-    )
-    rows = tuple(replace(row, own_ms=_own_ms(row, rows)) if stopwatch.has_own_work[row.path] else row for row in rows)
+    rows = tuple(replace(stopwatch.rows[path], ms=time) for path, time in ms.items())
+    rows = tuple(replace(row, own_ms=_own_ms(row, rows)) if row.path in stopwatch.own_work else row for row in rows)
     return Profile(rows, statistics.median(whole_ms[WARM_UP:]))
 
 
@@ -106,11 +104,8 @@ class _Stopwatch:
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
         self._run: dict[str, float] = {}
-        self.what: dict[str, str] = {}
-        self.output_bytes: dict[str, int] = {}
-        self.param_bytes: dict[str, int] = {}
-        self.is_inner: dict[str, bool] = {}
-        self.has_own_work: dict[str, bool] = {}
+        self.rows: dict[str, NodeProfile] = {}  # without their times
+        self.own_work: set[str] = set()  # control flow, which does something outside the graphs in it
 
     def __call__(self, path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
         if node.kind == "input":
@@ -120,13 +115,12 @@ class _Stopwatch:
         value = compute()
         self._run[path] = before + _now(inputs) - started
         module = graph.get_submodule(node.target) if node.target else nn.Identity()
-        self.what[path] = short(module) if node.target else node.kind
-        self.output_bytes[path] = value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-        self.param_bytes[path] = sum(
-            param.numel() * param.element_size() for param in module.parameters() if not is_lazy(param)
-        )
-        self.is_inner[path] = is_inner(module)
-        self.has_own_work[path] = is_inner(module) and not isinstance(module, PlanModule)
+        num_bytes = value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+        params = sum(param.numel() * param.element_size() for param in module.parameters() if not is_lazy(param))
+        what = short(module) if node.target else node.kind
+        self.rows[path] = NodeProfile(path, what, 0.0, num_bytes, params, is_inner(module))
+        if is_inner(module) and not isinstance(module, PlanModule):
+            self.own_work.add(path)
         return value
 
     def end_run(self, is_counted: bool) -> None:
@@ -144,4 +138,4 @@ def _now(values: tuple[Any, ...]) -> float:
 
 
 def _params(row: NodeProfile) -> str:
-    return in_bytes(row.param_bytes) if row.param_bytes else ""
+    return format_bytes(row.param_bytes) if row.param_bytes else ""

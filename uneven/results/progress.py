@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: live bars on a terminal or in a notebook, one line per epoch elsewhere.
+"""What a person sees while a run trains: live bars on a terminal, one line per epoch elsewhere.
 
 All of it is drawn from one record: the status of each rank, as it travels in the heartbeats (launch/run_status.py). A
 launcher hands on what it hears (`ranks`); a process that trains, what it knows itself (`draw`). On several devices the
@@ -7,8 +7,6 @@ it has trained, with its share, its speed and, where params are averaged, its ro
 below the name of theirs, which has the section of them all. It goes to stderr: a script's own output stays clean.
 """
 
-import html
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +32,6 @@ _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in plac
 MOST_SAID = 200
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
 WIDEST = 40  # of a bar, in characters
-NOTEBOOK_WIDTH = 100
 
 _prints_bars_only: ContextVar[bool] = ContextVar("uneven_bars_only", default=False)
 
@@ -50,22 +47,17 @@ def bars_only() -> Iterator[None]:
 
 
 class Reporter:
-    """`style`: bar, lines, off, or auto (bars on a terminal and in a notebook, else lines).
-
-    `close()` leaves the bars as they stand. In a notebook lines and bars are one block that is updated in place.
-    """
+    """`style`: bar, lines, off, or auto (bars on a terminal, else lines). `close()` leaves the bars as they stand."""
 
     def __init__(self, style: str, title: str = "train") -> None:
-        is_notebook = style in ("auto", "bar") and in_notebook()
         if style == "auto":
-            style = "bar" if is_notebook or sys.stderr.isatty() else "lines"
+            style = "bar" if sys.stderr.isatty() else "lines"
         self.style = style
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._prints_bars_only = _prints_bars_only.get()
         self._title = title
         self._log: Callable[[Sequence[str]], None] | None = None  # keeps the lines, too
         self._said: list[str] = []  # before there was one
-        self._block = Block(self._picture) if is_notebook else None
         self._live: Live | None = None
         self._terminal = Terminal(rows=self._rows)
         stream: Any = sys.stderr
@@ -92,9 +84,6 @@ class Reporter:
         else:
             self._said = [*self._said, *kept][-MOST_SAID:]
         if self.style == "off" or self._prints_bars_only or not lines:
-            return
-        if self._block is not None:
-            self._block.say(lines)
             return
         for line in lines:
             self._console.print(line, markup=False, soft_wrap=True)
@@ -136,9 +125,7 @@ class Reporter:
         if not self._has_begun and all("own" in status for status in statuses):
             self._has_begun, self._began_s = True, time.monotonic()  # the time until now was the start's
         self._statuses, self._first = statuses, first
-        if self._block is not None:
-            self._block.update()
-        elif self._live is None:
+        if self._live is None:
             self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=REFRESHES_PER_S)
             self._live.start(refresh=True)
             _keep_prints()
@@ -161,8 +148,6 @@ class Reporter:
             if not self._console.is_interactive:
                 self._console.print()
             self._live = None
-        if self._block is not None:
-            self._block.close()
 
     def _rows(self) -> int | None:
         """How many rows of bars this process draws; None where it draws none."""
@@ -324,72 +309,3 @@ def _keep_prints() -> None:
         kept: Any = getattr(stream, "rich_proxied_file", None)
         if hasattr(kept, "log"):
             setattr(sys, name, type(kept)(stream, kept.log))  # rich puts back the one that was there before it
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, and not a shell in a terminal."""
-    ipython = sys.modules.get("IPython")  # it is not required: whoever has it has loaded it already
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
-
-
-class BlockText:
-    """Text as a notebook shows it: fixed width, as it is written."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="line-height: 1.3">{html.escape(self._text)}</pre>'
-
-
-class Block:
-    """One output of a cell: lines that stay and, below them, a picture until `close`.
-
-    A notebook keeps everything that is printed, so bars that are drawn again and again would fill the page.
-    """
-
-    def __init__(self, picture: Callable[[], Table]) -> None:
-        self._picture = picture
-        self._has_picture = False
-        self._lines: list[str] = []
-        self._handle: Any = None
-        self._shown_s = float("-inf")
-
-    def say(self, lines: Sequence[str]) -> None:
-        self._lines += lines
-        self._show()
-
-    def update(self) -> None:
-        """Draw the picture, now and then: each time is a message to the browser."""
-        if not self._has_picture or time.monotonic() - self._shown_s >= 1.0 / REFRESHES_PER_S:
-            self._has_picture = True
-            self._show()
-
-    def close(self) -> None:
-        """The picture stays as it stands; lines that follow come below it."""
-        if self._has_picture:
-            self._lines = self._drawn()
-            self._has_picture = False
-            self._show()
-
-    def _drawn(self) -> list[str]:
-        if not self._has_picture:
-            return self._lines
-        file = io.StringIO()
-        console = Console(file=file, width=NOTEBOOK_WIDTH, force_jupyter=False, force_terminal=False, highlight=False)
-        console.print(self._picture())
-        return [*self._lines, *(line.rstrip() for line in file.getvalue().splitlines())]
-
-    def _show(self) -> None:
-        from IPython.display import display
-
-        self._shown_s = time.monotonic()
-        text = BlockText("\n".join(self._drawn()))
-        if self._handle is None:
-            self._handle = display(text, display_id=True)
-        else:
-            self._handle.update(text)
