@@ -28,24 +28,10 @@ from uneven.errors import InputError
 from uneven.files import is_users_code
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
-# Methods of lists, dicts and sets.
-_CHANGING = frozenset(
-    [
-        "add",
-        "append",
-        "clear",
-        "discard",
-        "extend",
-        "insert",
-        "pop",
-        "popitem",
-        "remove",
-        "reverse",
-        "setdefault",
-        "sort",
-        "update",
-    ]
-)
+_CHANGING = "add|append|clear|discard|extend|insert|pop|popitem|remove|reverse|setdefault|sort|update"
+# What follows the name of a container that is changed, and that of an attribute which is assigned.
+_IS_CHANGED = rf"(\s*\[.*\]\s*[-+*/|&^%]?=(?!=)|\.({_CHANGING})\()"
+_IS_ASSIGNED = r"\s*[-+*/|&^%]?=(?!=)"
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)  # a file that is no Python any more
 MOST_SHOWN = 60  # characters of a value
 _GLOBAL = re.compile(r"^\s*global\s+(.*)", re.MULTILINE)  # a walk through the whole tree takes as long as to parse it
@@ -84,35 +70,14 @@ def _changed(module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _changes_itself(file: str, path: str) -> bool:
-    """Whether code of the file changes this container, or this value of a class."""
+    """Whether code of the file changes this container, or this value of a class , by its text; not `self.name = ...`."""
     owner, _, name = path.rpartition(".")
-
-    def is_it(node: ast.AST) -> bool:
-        return (isinstance(node, ast.Attribute) and node.attr == name) if owner else _is_name(node, name)
-
-    def is_of_class(node: ast.Attribute) -> bool:
-        """Not `self.name = ...`: that one is of the instance."""
-        value = node.value
-        is_class = _is_name(value, owner) or _is_name(value, "cls")
-        is_type = isinstance(value, ast.Call) and _is_name(value.func, "type")
-        return is_it(node) and (is_class or is_type or (isinstance(value, ast.Attribute) and value.attr == "__class__"))
-
-    nodes: list[ast.AST] = []
+    source = ""
     with suppress(*_UNREADABLE):
-        nodes = list(ast.walk(ast.parse(importlib.util.decode_source(Path(file).read_bytes()))))
-    for node in nodes:
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and is_it(node.value):
-            return True
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and owner and is_of_class(node):
-            return True
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_method and node.func.attr in _CHANGING and is_it(node.func.value):  # type: ignore[attr-defined]
-            return True
-    return False
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+        source = importlib.util.decode_source(Path(file).read_bytes())
+    is_assigned = owner and re.search(rf"(?<!\bself)\.{name}{_IS_ASSIGNED}", source)
+    is_changed = re.search(rf"\b{name}{_IS_CHANGED}|\bdel .*\b{name}\[", source)
+    return bool(is_assigned or is_changed)
 
 
 def _form(value: Any) -> Any:

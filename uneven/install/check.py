@@ -1,8 +1,7 @@
-"""Whether an installed torch trains: one step on every device, each in a process that may die of it.
+"""Whether an installed torch trains: one step on every device, in a process that may die of it.
 
-`check_devices` runs this file by the Python whose torch is checked, and again behind a device that ended the process.
-So it imports nothing of uneven: it also runs in environments that have none. Each device is a line of JSON; the first
-line lists them.
+`check_devices` runs this file by the Python whose torch is checked. So it imports nothing of uneven: it also runs in
+environments that have none. Each device is a line of JSON; the first line lists them.
 """
 
 import json
@@ -36,29 +35,19 @@ def check_devices(python: Path, say: Callable[[Checked], None] = lambda _: None)
     """A training step on every device that the torch of this Python shows; each result goes to `say` at once.
 
     A process that a device ends (a crash in the driver, an illegal instruction) is that device's failure, and the
-    devices after it are checked by a new one. A torch that does not import is one failure, of the device "torch".
+    devices after it are not checked. A torch that does not import is one failure, of the device "torch".
     """
-    results: list[Checked] = []
-    while True:
-        devices, found, ending = _run(python, len(results), say)
-        results += found
-        if devices is None:
-            failed = Checked("torch", False, error=ending)
-        elif len(results) < len(devices):
-            failed = Checked(devices[len(results)], False, error=ending)
-        else:
-            return results
-        results.append(failed)
-        say(failed)
-        if devices is None or len(results) == len(devices):
-            return results
+    devices, results, ending = _run(python, say)
+    if devices is None or len(results) < len(devices):
+        results.append(Checked("torch" if devices is None else devices[len(results)], False, error=ending))
+        say(results[-1])
+    return results
 
 
-def _run(python: Path, skip: int, say: Callable[[Checked], None]) -> tuple[list[str] | None, list[Checked], str]:
-    """(all devices or None, the results of one process, how it ended)."""
-    command = [str(python), __file__, str(skip)]
+def _run(python: Path, say: Callable[[Checked], None]) -> tuple[list[str] | None, list[Checked], str]:
+    """(all devices or None, the results, how the process ended)."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run([str(python), __file__], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return None, [], f"no answer within {TIMEOUT_S:g} s"
     except OSError as error:
@@ -108,11 +97,10 @@ def train(device: str) -> dict[str, Any]:
     return {"device": device, "name": name, "ok": ok, "loss": value if ok else None, "error": error}
 
 
-def main(skip: int) -> None:
-    """Check all devices but the first `skip`."""
+def main() -> None:
     found = devices()
     print(json.dumps({"devices": found}), flush=True)
-    for device in found[skip:]:
+    for device in found:
         try:
             result = train(device)
         except Exception as error:
@@ -123,4 +111,4 @@ def main(skip: int) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file, whose modules are none that torch looks for
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    main()
