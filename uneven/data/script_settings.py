@@ -70,7 +70,7 @@ def _changed(module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _changes_itself(file: str, path: str) -> bool:
-    """Whether code of the file changes this container, or this value of a class , by its text; not `self.name = ...`."""
+    """Whether code of the file, by its text, changes this container, or this value of a class (not of an instance)."""
     owner, _, name = path.rpartition(".")
     source = ""
     with suppress(*_UNREADABLE):
