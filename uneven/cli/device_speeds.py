@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from uneven.api.fit import fit
-from uneven.bench.models.lenet import make_model
+from uneven.bench.models.mnist import make_lenet
 from uneven.hardware.device import Device
 from uneven.train.callbacks import Callback, CallbackInfo
 
@@ -44,7 +44,7 @@ def measure_devices(devices: Sequence[Device], seconds: float) -> list[float]:
     """Samples/s of every device."""
     samples = BATCH_SIZE * BATCHES
     state = fit(
-        model=make_model,
+        model=make_lenet,
         optimizer=torch.optim.Adam,
         step=loss_of,
         dataset=TensorDataset(torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,))),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.config.conflicts import check_conflicts
+from uneven.config.conflicts import conflicts
 from uneven.config.names import (
     EXACT_POLICIES,
     LOCAL_POLICIES,
@@ -253,9 +253,16 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, one in settings_of(RunConfig).items():
             one.check(getattr(self, name))
+        for message in conflicts(self, settings_of(RunConfig)):
+            raise InputError(message)
+
+    @classmethod
+    def unchecked(cls, **settings: Any) -> "RunConfig":
+        """Of settings that may contradict each other, which `conflicts` tells; nothing can be run by it."""
+        config = object.__new__(cls)
         for name, one in settings_of(RunConfig).items():
-            one.check_policy(getattr(self, name), self.policy)
-        check_conflicts(self)
+            object.__setattr__(config, name, settings.get(name, one.default))
+        return config
 
     def slot_size(self, ranks: int) -> int:
         """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""

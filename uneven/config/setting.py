@@ -148,15 +148,15 @@ class Setting:
         if not is_read or not any(self._accepts(member, value) for member in self.members):
             raise InputError(f"{self.name}={value!r} must be {self.allowed}")
 
-    def check_policy(self, value: Any, policy: str) -> None:
-        """InputError where the setting is given and does not belong to the policy: it would be ignored."""
+    def policy_conflict(self, value: Any, policy: str) -> str | None:
+        """Why the setting is refused, where it is given and does not belong to the policy: it would be ignored."""
         allowed = (*(self.policies or ()), "auto")  # which chooses among the policies that all settings go with
         if self.policies is None or policy in allowed or value is None or value == self.default:
-            return
+            return None
         names = self.policies
         owner = f"policy={names[0]!r}" if len(names) == 1 else f"the policies {' and '.join(names)}"
         reason = self.why_not or f"it belongs to {owner} and would be ignored; leave it out"
-        raise InputError(f"{self.name}={value!r} with policy={policy!r}: {reason}")
+        return f"{self.name}={value!r} with policy={policy!r}: {reason}"
 
     def _accepts(self, member: Any, value: Any) -> bool:
         if _is_literal(member):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from uneven.config.conflicts import conflicts
 from uneven.config.run_config import RunConfig
 from uneven.config.setting import check_names, settings_of
 from uneven.config.text import parse_text
@@ -221,28 +222,13 @@ def _take(key: str, value: Any, settings: dict[str, Any]) -> str | None:
 
 
 def conflicts_of(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which of these settings, each right by itself, do not go together: (name, why), every one of them.
-
-    RunConfig refuses the first conflict it meets; without the setting that this one begins with the next is met.
-    """
-    left = {name: _KNOWN[name].convert(value) for name, value in settings.items()}
-    found: list[tuple[str, str]] = []
-    while (message := _first_conflict({**STAND_INS, **left})) is not None:
-        places = {name: place.start() for name in left if (place := re.search(rf"\b{name}\b", message))}
-        if not places:
-            break
-        name = min(places, key=places.__getitem__)
-        found.append((name, message))
-        del left[name]
-    return found
-
-
-def _first_conflict(settings: Mapping[str, Any]) -> str | None:
-    try:
-        RunConfig(**settings)
-    except InputError as error:
-        return str(error)
-    return None
+    """Which of these settings, each right by itself, do not go together: (name, why), once for each."""
+    config = RunConfig.unchecked(**STAND_INS | {name: _KNOWN[name].convert(value) for name, value in settings.items()})
+    found: dict[str, str] = {}
+    for message in conflicts(config, _KNOWN):
+        name = next(word for word in re.findall(r"\w+", message) if word in settings)
+        found.setdefault(name, message)
+    return list(found.items())
 
 
 def lines_of_keys(text: str) -> dict[str, int]:
