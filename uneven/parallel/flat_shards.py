@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from uneven.comm.collectives import all_gather_shards
 from uneven.comm.group import Group
@@ -127,9 +128,11 @@ class ReshardableShards(FlatShards):
         compute_dtype: torch.dtype | None,
         copies: Copies | None = None,
     ) -> None:
+        is_made = not has_no_memory(params[0])
         super().__init__(params, shares, by_tensors=False)
         self._rank = group.rank
-        self.held = {rank: self.flat[slice(*self.bounds_of(rank))].clone() for rank in ranks_held(group.rank, copies)}
+        own = {rank: self.flat[slice(*self.bounds_of(rank))] for rank in ranks_held(group.rank, copies)}
+        self.held = {rank: part.clone() if is_made else torch.empty_like(part) for rank, part in own.items()}
         self.is_unsharded = True
         if compute_dtype is not None and compute_dtype != self.flat.dtype:
             self._move_to(torch.empty_like(self.flat, dtype=compute_dtype))
@@ -210,6 +213,14 @@ def flat_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether its storage was freed, or not yet made: with FSDP that of a param between uses."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
 def gradient_like(param: nn.Parameter) -> Tensor:
     """The param's gradient with the param's strides; one with other strides is copied."""
     grad = param.grad
@@ -228,6 +239,7 @@ def _flatten(starts: Mapping[nn.Parameter, int]) -> Tensor:
         if not is_dense(param):
             raise ValueError(f"a param of shape {tuple(param.shape)} has gaps in memory; make it contiguous")
         view = view_like(param, flat, start)
-        view.copy_(param)
+        if not has_no_memory(param):  # else its values come later
+            view.copy_(param)
         param.data = view
     return flat

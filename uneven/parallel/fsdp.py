@@ -20,7 +20,7 @@ from uneven.comm.torch_group import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
-from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
+from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, has_no_memory
 from uneven.parallel.hooks import running_backward, weakly
 from uneven.parallel.param_guards import NoConversion, ParamReads
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
@@ -30,6 +30,7 @@ from uneven.parallel.strategy import (
     AnyOptimizer,
     FitOptions,
     FullState,
+    check_same_model,
     check_trainable,
     full_model_state,
     optimizer_of,
@@ -72,7 +73,8 @@ class FSDP(CanSurvive):
         self._copies = copies = options.copies
         share_list = checked_shares(shares, ranks)
         check_trainable(model)
-        sync_initial_state(model, ranks)
+        is_made = not any(map(has_no_memory, model.parameters()))
+        (sync_initial_state if is_made else check_same_model)(model, ranks)
         self.module = model
         self._compute_dtype = compute_dtype
         # Made while params are whole: some optimizers read them.
@@ -87,6 +89,9 @@ class FSDP(CanSurvive):
         self._called = 0
         self._without_graph: set[int] = set()  # units of this forward that have no hook for backward
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
+        self._shards_of: dict[nn.Parameter, list[tuple[ReshardableShards, Shard]]] = {}
+        for shards, shard in self._held_shards():
+            self._shards_of.setdefault(shard.param, []).append((shards, shard))
         self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
         reduce_group = ranks.new_group()
         reduce_group.traffic = ranks.traffic  # counted together
@@ -99,6 +104,12 @@ class FSDP(CanSurvive):
             handle for place, unit in enumerate([model, *chosen]) for handle in self._register(unit, place)
         ]
         self._handles.append(NoConversion(self))
+
+    @torch.no_grad()
+    def put(self, param: nn.Parameter, values: Tensor) -> None:
+        """Take this rank's shards of a param from its whole memory: where the model was sharded before it was made."""
+        for shards, shard in self._shards_of.get(param, ()):
+            shards.value_of(shard).copy_(values[shard.start : shard.stop])
 
     def backward_without_samples(self) -> None:
         self._unshard_order.begin()

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from uneven.errors import InputError
+from uneven.parallel.flat_shards import has_no_memory
 
 
 class ParamReads(TorchDispatchMode):
@@ -92,7 +93,7 @@ class _Apply:
 
 def _checked(convert: Convert, name: str) -> Convert:
     def checked(tensor: Tensor) -> Tensor:
-        is_here = not (isinstance(tensor, nn.Parameter) and _is_freed(tensor))
+        is_here = not (isinstance(tensor, nn.Parameter) and has_no_memory(tensor))
         if is_here and not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             return convert(tensor)
         seen = tensor if is_here else _small(tensor)
@@ -111,14 +112,6 @@ def _checked(convert: Convert, name: str) -> Convert:
 
 def _kind(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.device, tensor.stride()
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    """Whether a sharded param has no memory now; of FSDP's between uses."""
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if is_wrapper or tensor.layout is not torch.strided:
-        return False
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def _small(tensor: Tensor) -> Tensor:

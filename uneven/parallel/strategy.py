@@ -144,7 +144,7 @@ def optimizer_of(module: nn.Module, optimizer: MakeOptimizer | Optimizer) -> Opt
     return made
 
 
-def _check_same_model(model: nn.Module, group: Group) -> None:
+def check_same_model(model: nn.Module, group: Group) -> None:
     """InputError on every rank if the ranks' models differ: their collectives would mix up data or hang."""
     params = list(model.named_parameters())
     trained = [f"{name} is trained" for name, param in params if param.requires_grad]
@@ -159,7 +159,7 @@ def check_trainable(model: nn.Module) -> None:
 
 def sync_initial_state(model: nn.Module, group: Group) -> None:
     """Check that all ranks have built the same model, then give all of them rank 0's params and buffers."""
-    _check_same_model(model, group)
+    check_same_model(model, group)
     broadcast_params(group, (*model.parameters(), *model.buffers()))
 
 

@@ -35,6 +35,7 @@ from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
+from uneven.parallel.sharded_init import Blueprint, dry_run, move, without_reads
 from uneven.parallel.strategy import FullState, Strategy, on_host
 from uneven.parallel.survivors import CanSurvive
 from uneven.policy.axis import Axis, Part
@@ -77,7 +78,10 @@ class Engine:
         self.order = make_order(task, config)
         self.device = torch.device(rank_info.device.torch_name)
         seed_random(config.seed, is_own_loop=task.is_own_loop)
-        self.model = build_model(task, config, self.device, rank_info.world_size)
+        self.blueprint = _blueprint(task, config, rank_info)
+        if self.blueprint is not None:
+            self.task = task = replace(task, make_optimizer=without_reads(task.make_optimizer))
+        self.model = build_model(task, config, self.device, rank_info.world_size, self.blueprint)
         check_slice(rank_info.device, config.precision, self.model)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
         # On one device BatchNorm sees all samples of the batch anyway.
@@ -139,6 +143,11 @@ class Engine:
         if min(wanted, samples) <= cap or self.is_own_loop:
             return wanted
         return -(-samples // -(-samples // int(cap)))  # as few micro-batches as possible, equally large
+
+    def take_blueprint(self) -> Blueprint | None:
+        """How to make the model's params, where they have no memory yet; once."""
+        blueprint, self.blueprint = self.blueprint, None
+        return blueprint
 
     def use_strategy(self, strategy: Strategy, step: EagerStep | None = None) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
@@ -444,12 +453,24 @@ def _first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def build_model(task: Task, config: RunConfig, device: torch.device, world_size: int) -> nn.Module:
+def _blueprint(task: Task, config: RunConfig, rank_info: RankInfo) -> Blueprint | None:
+    """Where params are to be made shard by shard, when the group has formed: not where they come from elsewhere then,
+    and not where a forward of this rank alone is to measure activations."""
+    is_loaded = rank_info.is_newcomer or config.resume is not None
+    if config.strategy != "fsdp" or rank_info.world_size == 1 or is_loaded or config.activations == "auto":
+        return None
+    return dry_run(task.make_model)
+
+
+def build_model(
+    task: Task, config: RunConfig, device: torch.device, world_size: int, blueprint: Blueprint | None = None
+) -> nn.Module:
     """The task's model on the device, with its activations as the settings want them.
 
     Made on the CPU and then moved: the same seed gives the same params on every kind of device.
     """
-    model = checked_model(task.make_model()).to(device)
+    made = checked_model(task.make_model() if blueprint is None else blueprint.model)
+    model = made.to(device) if blueprint is None else move(made, device)
     check_extra_state(model)
     if config.out is not None:
         check_types(model)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED
@@ -23,9 +24,10 @@ from uneven.hardware.system import CPU_PART, read_memory
 from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_strategy
 from uneven.parallel.ddp import Replicated
+from uneven.parallel.fsdp import FSDP
 from uneven.parallel.muon_adamw import AfterReducer, MuonAdamW, ThreePhase
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FitOptions, MakeOptimizer
+from uneven.parallel.strategy import FitOptions, MakeOptimizer, Strategy
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.redundancy import copy_ring, held, shares_with_copies
@@ -38,13 +40,14 @@ from uneven.step.no_trace import no_trace
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.token_mean import BATCHES, TokenMeanCheck, named_tensors
-from uneven.train.engine import Engine, check_dense
+from uneven.train.engine import Engine, check_dense, seed_random
 
 
 def check_loss(engine: Engine, *, may_grow: bool) -> None:
     """InputError where losses are means over tokens and batches of one step are weighted by their samples.
 
     On rank 0 alone: nothing of it is left, and an error there ends the run. `may_grow`: other ranks may join this one.
+    Not where the params are made when the group has formed.
     """
     config = engine.config
     info = engine.rank_info
@@ -53,7 +56,8 @@ def check_loss(engine: Engine, *, may_grow: bool) -> None:
     is_cut = engine.micro_batch_size(slot.samples) < slot.samples
     if not config.is_local and not config.is_model_parallel:
         is_cut |= info.world_size > 1 or may_grow
-    if not config.check_loss or not is_cut or info.rank > 0 or info.is_newcomer:
+    is_elsewhere = info.rank > 0 or info.is_newcomer or engine.blueprint is not None
+    if not config.check_loss or not is_cut or is_elsewhere:
         return
     check = TokenMeanCheck(engine.model)
     if engine.reader is not None:
@@ -223,6 +227,7 @@ def apply_strategy(
         return _apply_muon(engine, group, num_stats, speeds)
     shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
     schedule = engine.schedule.state_dict(first_needed=0)
+    notes: list[str] = []
     if config.is_replicated:
         optimizer = _apply_replicated(engine, group, num_stats, shares)
     else:
@@ -240,6 +245,7 @@ def apply_strategy(
             redundancy=config.redundancy,
             machines=engine.rank_info.roster.machines,
         )
+        notes = _make_params(engine, strategy, group)
         if config.is_model_parallel:
             Activations(engine.model, config.activations)
         step = StrategyStep(engine.step, strategy, group, is_model_parallel=config.is_model_parallel)
@@ -250,8 +256,40 @@ def apply_strategy(
     engine.divide_whole_state(schedule)
     return [
         f"  {config.strategy}: bytes {_source(engine)}, {_percent(_held(optimizer, shares))}"
-        f"{_with_copies(optimizer)}{_whole_tensors(optimizer)}"
+        f"{_with_copies(optimizer)}{_whole_tensors(optimizer)}",
+        *notes,
     ]
+
+
+def send_model(engine: Engine, group: Group) -> None:
+    """All ranks take rank 0's params and buffers, but where params are made when they have been sharded."""
+    tensors = (*engine.model.parameters(), *engine.model.buffers())
+    if engine.config.strategy == "fsdp":
+        is_later = [flag for (flag,) in gather_rows(group, [float(engine.blueprint is not None)])]
+        if min(is_later) < max(is_later):
+            raise InputError(
+                f"strategy='fsdp': make_model() can be run shard by shard on rank {is_later.index(1.0)}, and not on "
+                f"rank {is_later.index(0.0)}; it must do the same on every rank"
+            )
+        if any(is_later):
+            return
+    broadcast_params(group, tensors)
+
+
+def _make_params(engine: Engine, strategy: Strategy, group: Group) -> list[str]:
+    """Make the params shard by shard, where they were not made before they were sharded; returns lines to print."""
+    blueprint, config = engine.take_blueprint(), engine.config
+    if blueprint is None:
+        return []
+    assert isinstance(strategy, FSDP), "no other strategy shards params that are made later"
+    blueprint.make(lambda: seed_random(config.seed, is_own_loop=False), strategy.put)
+    blueprint.compare(group)
+    broadcast_params(group, engine.model.buffers())
+    unchecked = "; the loss was not looked at for a mean over tokens" if config.check_loss else ""
+    how, name = "shard by shard", blueprint.unrepeatable
+    if name is not None:
+        how = f"whole first: {name} is read after its values came from another tensor (in halves, make it so at once)"
+    return [f"  fsdp: {blueprint.nbytes / 1e6:,.0f} MB of params were made {how}{unchecked}"]
 
 
 def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequence[float] | None) -> Optimizer:

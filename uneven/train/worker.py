@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_json, gather_rows
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
@@ -30,7 +29,7 @@ from uneven.train.engine import Engine, describe_schedule, seed_random
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.policies import choose_global_batch
-from uneven.train.prepare import check_loss, choose_activations, find_cap, measure, warm_up
+from uneven.train.prepare import check_loss, choose_activations, find_cap, measure, send_model, warm_up
 from uneven.train.rank_info import Membership, RankInfo, RankResult, Report
 from uneven.train.requests import Requests
 from uneven.train.run_events import RunEvents
@@ -242,7 +241,7 @@ class Worker:
         self.recorder.enter("communication")
         info.compare_clocks(self.recorder.clock)
         engine.connect_reader(info.group)
-        broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
+        send_model(engine, info.group)
         self._connect(synchronizer, cost)
         if info.rank > 0 and not self.config.is_model_parallel:
             seed_random(self.config.seed + 7919 * info.rank, is_own_loop=engine.is_own_loop)  # its own dropout masks

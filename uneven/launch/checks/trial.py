@@ -32,6 +32,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.launch.late_dynamo import load_dynamo_late
 from uneven.parallel.catalog import check_optimizer
+from uneven.parallel.sharded_init import dry_run, without_reads
 from uneven.policy.axis import Axis
 from uneven.train.engine import check_dense, check_types, checked_model, checked_optimizer, make_schedule
 
@@ -51,9 +52,12 @@ def try_functions(task: Task, config: RunConfig, axis: Axis) -> dict[str, dict[s
 
     def make_all() -> dict[str, dict[str, str]]:
         torch.default_generator.manual_seed(config.seed)
-        model = checked_model(task.make_model())
+        # As the ranks make it: shard by shard where it is to be sharded, and no larger here.
+        blueprint = dry_run(task.make_model) if config.strategy == "fsdp" else None
+        model = checked_model(task.make_model() if blueprint is None else blueprint.model)
         check_types(model)
-        optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
+        make_optimizer = task.make_optimizer if blueprint is None else without_reads(task.make_optimizer)
+        optimizer = checked_optimizer(make_optimizer(model.parameters()), model)
         check_dense(optimizer, config)
         check_optimizer(config.strategy, optimizer, config.redundancy)
         made = {"model": describe_model(model), "optimizer": describe_optimizer(optimizer)}
