@@ -35,9 +35,10 @@ def differ(**changes: Any) -> list[Difference]:
         ({"torch": None}, "node2: torch is missing, the leader's is 2.13.0+cpu; pip install torch==2.13.0 there"),
         ({"python": "3.10.4"}, "node2: Python is 3.10.4, the leader's is 3.11.7; use Python 3.11 there"),
         ({"uneven": {"version": "0.1.0", "digest": "bb"}}, "node2: uneven is 0.1.0 (bb), the leader's is 0.1.0 (aa);"),
-        ({"code": {"train.py": "33cc", "model.py": "22bb"}}, "node2: the file train.py is another (33cc), the leader"),
-        ({"code": {"train.py": "11aa", "model.py": "44"}}, "node2: the file model.py is another (44), the leader's is"),
-        ({"code": {"train.py": "11aa"}}, "node2: the file model.py is missing, the leader's is 22bb; copy the leader"),
+        ({"code": {"train.py": "33cc", "model.py": "22bb"}}, "node2: train.py differs; copy the leader's there"),
+        ({"code": {"train.py": "11aa", "model.py": "44"}}, "node2: model.py differs; copy"),
+        ({"code": {}}, "node2: train.py is not there; copy"),
+        ({"code": {"train.py": "11aa"}}, "node2: model.py differs; copy"),
         ({"clock": 1061.0}, "node2: the clock is 61 s ahead of the leader's; set it there: sudo timedatectl"),
         ({"clock": 940.0}, "node2: the clock is 60 s behind the leader's; set it there"),
         (
@@ -76,7 +77,6 @@ def test_a_difference_is_refused_with_host_and_fix(changes: dict[str, Any], mess
         {"leader": {"devices": [GPU]}, "devices": [GPU], "nccl": None},
         {"leader": {"devices": [GPU]}, "precision": "auto"},
         {"precision": "bf16"},  # emulated on all of them: the user's choice, as on one machine
-        {"code": {}},  # no script is known there yet
     ],
 )
 def test_what_may_differ(changes: dict[str, Any]) -> None:

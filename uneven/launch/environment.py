@@ -60,6 +60,7 @@ class LaunchEnvironment:
     peers: tuple[str, ...] = ()  # names of the other machines, as far as the launcher tells
     is_kubernetes: bool = False
     address: str = ""  # under another launcher: at which the other machines reach this one, once it is settled
+    doubt: str = ""  # about the user's choice of that address, if the other machines are not reached
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     without: BegunWithout | None = None
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)

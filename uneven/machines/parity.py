@@ -16,7 +16,7 @@ CLOCK_S = 30.0  # clocks further apart than this are refused; nearer ones are al
 
 @dataclass(frozen=True)
 class Difference:
-    """Why a run is refused: `what` of `host` is `theirs`, the leader's is `ours` ('' where it does not matter)."""
+    """Why a run is refused: `what` of `host` is `theirs`, the leader's is `ours` ('' where `what` says it all)."""
 
     host: str
     what: str
@@ -26,8 +26,9 @@ class Difference:
     check: str = ""  # the name under which it can be skipped
 
     def __str__(self) -> str:
+        theirs = f" is {self.theirs}" if self.theirs else ""
         ours = f", the leader's is {self.ours}" if self.ours else ""
-        return f"{self.host}: {self.what} is {self.theirs}{ours}; {self.fix}"
+        return f"{self.host}: {self.what}{theirs}{ours}; {self.fix}"
 
     def to_json(self) -> dict[str, str]:
         return {"host": self.host, "check": self.check, "message": str(self)}
@@ -133,12 +134,11 @@ def _compare_nccl(leader: Mapping[str, Any], other: Mapping[str, Any], backend: 
 
 def _compare_code(leader: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     ours, theirs = leader.get("code") or {}, other.get("code") or {}
-    if not ours or not theirs or not (names := differing(ours, theirs)):
+    if not ours or not (names := differing(ours, theirs)):
         return []
-    name, fix = names[0], "copy the leader's there (git, rsync)"
-    found = f"another ({theirs[name][:8]})" if name in theirs else "missing"
-    known = ours[name][:8] if name in ours else "not there"
-    return [Difference(_host(other), f"the file {name}", found, known, fix, "code")]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    what = f"{shown} {'differs' if len(names) == 1 else 'differ'}" if theirs else f"{next(iter(ours))} is not there"
+    return [Difference(_host(other), what, "", "", "copy the leader's there (git, rsync)", "code")]
 
 
 def _compare_dtype(leader: Mapping[str, Any], other: Mapping[str, Any], precision: str | None) -> list[Difference]:

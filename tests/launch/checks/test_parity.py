@@ -26,6 +26,7 @@ from uneven.launch.checks.parity import (
     describe_initial,
     initial_norms,
 )
+from uneven.launch.environment import LaunchEnvironment
 from uneven.machines import links
 from uneven.machines.facts import collect_facts
 
@@ -145,7 +146,7 @@ def test_other_initial_values_are_told_and_rounding_is_not() -> None:
     [
         ({}, None, None),
         ({"torch": "2.0.0"}, None, "node3: torch is 2.0.0, the leader's is "),
-        ({"code": {"train.py": "other"}}, None, "node3: the file train.py is another (other), the leader's is same;"),
+        ({"code": {"train.py": "other"}}, None, "node3: train.py differs;"),
         ({"code": {"train.py": "other"}}, "code", None),
         ({"clock": 60.0}, None, "node3: the clock is 60 s ahead of the leader's; set it there"),
     ],
@@ -175,8 +176,11 @@ def test_machines_of_an_engine_try_the_ways_between_them(monkeypatch: pytest.Mon
     """Gloo would wait half an hour for a way that is closed: all ranks refuse, and name it."""
     monkeypatch.setattr(links, "BURST_S", 0.01)
 
+    doubts: dict[str, str] = {}
+
     def check(among: Among) -> None:
-        check_links(CONFIG, among, f"127.0.0.{among.roster.machines[among.rank] + 1}")
+        address = f"127.0.0.{among.roster.machines[among.rank] + 1}"
+        check_links(CONFIG, among, LaunchEnvironment("srun", address=address, doubt=doubts.get(address, "")))
 
     assert on_ranks(check) == [None] * 4
 
@@ -191,5 +195,7 @@ def test_machines_of_an_engine_try_the_ways_between_them(monkeypatch: pytest.Mon
     assert all(one == found[0] for one in found)
     assert found[0].startswith("node3: the way from node1 (127.0.0.1) is closed (connection refused")
     assert "sudo ufw allow from 127.0.0.1" in found[0]
+    doubts["127.0.0.3"] = "node3: GLOO_SOCKET_IFNAME=tailscale0 does not lead there"
+    assert on_ranks(check) == [doubts["127.0.0.3"]] * 4
     skipped = RunConfig(batch_size=2, epochs=1, skip="links")
-    assert on_ranks(lambda among: check_links(skipped, among, "127.0.0.1")) == [None] * 4
+    assert on_ranks(lambda among: check_links(skipped, among, LaunchEnvironment("srun"))) == [None] * 4

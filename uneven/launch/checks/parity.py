@@ -23,6 +23,7 @@ from uneven.data.fingerprint import compare_data, describe_data
 from uneven.errors import RefusedError
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
+from uneven.launch.environment import LaunchEnvironment
 from uneven.machines.code import script_digests
 from uneven.machines.facts import collect_facts
 from uneven.machines.links import Listener, Peer, judge, reach
@@ -119,16 +120,17 @@ def check_facts(config: RunConfig, among: Among) -> list[str]:
     return [f"  note: {note}" for other in others for note in notes(leader, other)]
 
 
-def check_links(config: RunConfig, among: Among, address: str) -> None:
+def check_links(config: RunConfig, among: Among, environment: LaunchEnvironment) -> None:
     """RefusedError where two machines do not reach each other, both ways: Gloo would wait for half an hour, in silence.
 
-    For ranks that another launcher started, as `check_facts`; `address` is this machine's own.
+    For ranks that another launcher started, as `check_facts`.
     """
     if "links" in config.skipped_checks:
         return
     roster, rank = among.roster, among.rank
     speakers = [roster.ranks_of(machine)[0] for machine in range(len(roster.hosts))]
     token = str(among.share(secrets.token_hex(16) if rank == 0 else None)[0])
+    address = environment.address
     listener = Listener(address, token) if rank in speakers else None
     try:
         ports = among.share(None if listener is None else [address, listener.port])
@@ -141,7 +143,10 @@ def check_links(config: RunConfig, among: Among, address: str) -> None:
     finally:
         if listener is not None:
             listener.close()
-    refuse(judge(peers, [reports[speaker] for speaker in speakers], config.skipped_checks))
+    found = judge(peers, [reports[speaker] for speaker in speakers], config.skipped_checks)
+    if found and (doubts := list(filter(None, among.share(environment.doubt)))):
+        raise RefusedError(doubts[0])
+    refuse(found)
 
 
 def check_data_parity(task: Task, config: RunConfig, among: Among) -> list[str]:

@@ -81,7 +81,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     differing: list[str] = []
     if among is not None and context.environment.door is None:  # else the leader has compared them at its door
         differing = check_facts(config, among)
-        check_links(config, among, context.environment.address)
+        check_links(config, among, context.environment)
     config, notes = resolve_auto(config, devices, among, context.is_crowded(devices))
     notes += differing
     check_functions(task, config, len(devices))

@@ -2,11 +2,11 @@
 
 Called once per process by meeting.py after the ranks have met, before a group forms. Gloo and NCCL read the
 choice from their variables. What is wrong with a variable that the user set is told to all ranks, and all refuse
-together with the line to export: Gloo would wait without a word, and on one side only.
+together with the line to export: Gloo would wait without a word, and on one side only. Whether the machines reach each
+other is tested before the first run (launch/checks/parity.py).
 """
 
 import os
-import socket
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -19,7 +19,6 @@ from uneven.launch.external.placement import Placement
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL, FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
-REACH_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,16 @@ class Choice:
     proposal: str  # the interface on the way to the store
     is_users: bool = False
     problem: str = ""
+
+    @property
+    def doubt(self) -> str:
+        """What is to be said of the user's choice if the machines do not reach each other; empty where nothing is."""
+        if not self.is_users or self.interface == self.proposal:
+            return ""
+        return (
+            f"{self.host}: {GLOO}={self.interface} ({self.address}) does not lead to the other machines; unset it, or: "
+            f"export {GLOO}={self.proposal}"
+        )
 
 
 def choose(placement: Placement, rank: int, interfaces: Sequence[Interface], given: str) -> Choice:
@@ -107,10 +116,10 @@ def agree_on_interface(
     placement: Placement,
     environ: MutableMapping[str, str] = os.environ,
     interfaces: Sequence[Interface] | None = None,
-) -> tuple[str, list[str]]:
+) -> tuple[Choice, list[str]]:
     """Choose, agree, and set what Gloo and NCCL read; InputError on all ranks together.
 
-    Returns the address at which the others reach this rank, and lines for the user.
+    Returns how this rank speaks to the others, and lines for the user.
     """
     interfaces = read_interfaces() if interfaces is None else interfaces
     own = choose(placement, rank, interfaces, environ.get(GLOO, ""))
@@ -119,16 +128,13 @@ def agree_on_interface(
     choices = [Choice(**one) for one in exchange(store, "interface", rank, ranks, asdict(own))]
     _refuse([choice.problem for choice in choices])
     _refuse_two_families(choices)
-    if is_many and any(choice.is_users for choice in choices):
-        found = _reach(store, rank, placement, choices)
-        _refuse(exchange(store, "reached", rank, ranks, found))
     if not own.is_users and own.interface:
         environ[GLOO] = own.interface
     keep_gloo_at(own.address, interfaces)
     if own.interface and "," not in own.interface:
         environ.setdefault(NCCL, f"={own.interface}")
         environ.setdefault(FAMILY, "AF_INET6" if is_v6(own.address) else "AF_INET")
-    return own.address, _describe(placement, choices, own) if is_many else []
+    return own, _describe(placement, choices, own) if is_many else []
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -145,38 +151,6 @@ def _refuse_two_families(choices: Sequence[Choice]) -> None:
             f"{v4.host} has {v4.address} and {v6.host} has {v6.address} on the way to the store: all machines need "
             "addresses of one kind; export MASTER_ADDR=ADDRESS of the kind that all have (uneven diagnose lists them)"
         )
-
-
-def _reach(store: Store, rank: int, placement: Placement, choices: Sequence[Choice]) -> str:
-    """Whether the machines reach each other at these addresses: '' or what is wrong. One rank per machine listens."""
-    own, ranks = choices[rank], range(len(choices))
-    with socket.create_server((own.address, 0), family=_family(own.address)) as listener:
-        ports = exchange(store, "listen", rank, ranks, listener.getsockname()[1])
-        lost = ""
-        for machine in set(placement.machines) - {placement.machines[rank]}:
-            speaker = placement.machines.index(machine)
-            place = (choices[speaker].address, ports[speaker])
-            try:  # the kernel of the other machine answers: nobody need accept
-                socket.create_connection(place, REACH_S, (own.address, 0)).close()
-            except OSError as error:
-                lost = lost or _blame(own, choices[speaker], error)
-        exchange(store, "listened", rank, ranks, None)  # nobody closes before all have tried
-    return lost
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if is_v6(address) else socket.AF_INET
-
-
-def _blame(own: Choice, there: Choice, error: OSError) -> str:
-    """The user's choice that is not on the way to the store, where there is one; else the link itself."""
-    for choice in (own, there):
-        if choice.is_users and choice.interface != choice.proposal:
-            return (
-                f"{choice.host}: {GLOO}={choice.interface} ({choice.address}) does not lead to the other machines; "
-                f"unset it, or: export {GLOO}={choice.proposal}"
-            )
-    return f"{own.host} ({own.address}) cannot reach {there.host} ({there.address}): {error.strerror or error}"
 
 
 def _describe(placement: Placement, choices: Sequence[Choice], own: Choice) -> list[str]:

@@ -46,8 +46,8 @@ def assemble(environment: LaunchEnvironment) -> tuple[LaunchEnvironment, Placeme
     name, facts = rendezvous(environment.connect("meeting"), rank, size, read_facts(environment), warn)
     environment = replace(environment, prefix=f"{environment.prefix}{name}/")
     placement = Placement(facts)
-    address, lines = agree_on_interface(environment.connect("interface"), rank, placement)
-    return replace(environment, address=address), placement, lines
+    choice, lines = agree_on_interface(environment.connect("interface"), rank, placement)
+    return replace(environment, address=choice.address, doubt=choice.doubt), placement, lines
 
 
 def warn(line: str) -> None:

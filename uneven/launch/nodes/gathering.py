@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from uneven.errors import RefusedError
 from uneven.launch.nodes.remote import RemoteNode
 from uneven.machines.addresses import host_label
-from uneven.machines.code import differing
 from uneven.machines.door import Door
 from uneven.machines.facts import stamped
 from uneven.machines.hosts import StartedHosts
@@ -212,8 +211,6 @@ class Gathering:
         session.send(order=self._order)
         answer = self._read_facts(session, host)
         round_trip_s = time.monotonic() - asked_s
-        if why := self._different_code(host, answer["facts"]["code"]):
-            raise RefusedError(why)
         settings = self._order["settings"]
         facts = {**answer["facts"], "host": host}
         differences = compare(
@@ -230,16 +227,6 @@ class Gathering:
         if "cannot" in answer:
             raise RefusedError(f"{host}: {answer['cannot']}")
         return answer
-
-    def _different_code(self, host: str, theirs: Mapping[str, str]) -> str:
-        """Which files differ, and how to mend it; empty where none does."""
-        fix = "copy the leader's there (git, rsync)"
-        if not (names := differing(self._facts["code"], theirs)) or "code" in self._options.skip:
-            return ""
-        if not theirs:
-            return f"{host}: {self._order['script']} is not there; {fix}"
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        return f"{host}: {shown} {'differs' if len(names) == 1 else 'differ'}; {fix}"
 
 
 def has_all(most: int) -> str:
