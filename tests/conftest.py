@@ -153,7 +153,7 @@ def _processes_are_forked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _runs_are_remembered_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Not in the home of whoever runs the tests (launch/control/history.py)."""
+    """Not in the home of whoever runs the tests (launch/control/known_runs.py)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

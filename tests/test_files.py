@@ -10,7 +10,7 @@ from uneven import InputError, MachineError
 from uneven.data.datasets import data_folder
 from uneven.files import make_out_folder, release_out_folder, temporary_folder, write_atomically
 from uneven.install import builds
-from uneven.launch.control.history import state_folder
+from uneven.launch.control.known_runs import state_folder
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

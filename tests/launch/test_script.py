@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.starts import HEAD
 from uneven import InputError, RankError
-from uneven.launch.control.history import ended_runs
+from uneven.launch.control.known_runs import ended_runs
 from uneven.launch.find_script import Script, uses_uneven
 from uneven.launch.script import run_script
 from uneven.launch.user_frames import show_user_frames, user_place

@@ -50,7 +50,6 @@ class Case:
     name: str
     words: tuple[str, ...]
     leader_words: tuple[str, ...] = ()  # of the leader instead, where it cannot know what the other side knows
-    slurm_words: tuple[str, ...] = ()  # of all, where there is no leader
     faults: dict[int, str] = field(default_factory=dict)  # of FAULTS, by machine
     files: dict[str, str] = field(default_factory=dict)  # that are others on the last machine
     settings: tuple[str, ...] = ()  # of the run
@@ -77,8 +76,7 @@ PLACE = f"uneven join 10.77.0.1:{PORT}"
 CASES = (
     Case("torch", ("node2: torch is 2.9.1, the leader's is ", "pip install torch=="), files=metadata("2.9.1")),
     Case("old torch", ("node2: torch 2.1.0 is too old", "run: uneven setup"), files=metadata("2.1.0")),
-    Case("script", ("node2: train.py differs", "rsync"), files={"train.py": SCRIPT + "# another line\n"},
-         slurm_words=("node2: the file train.py is another", "copy the leader's there")),
+    Case("script", ("node2: train.py differs", "rsync"), files={"train.py": SCRIPT + "# another line\n"}),
     Case("data file", ("node2: the content of data.txt in path is ", "--skip data"),
          files={"data.txt": "1 2 3 4 5 6 7 9"}),
     Case("token", (f"10.77.0.1:{PORT}: the leader refused: wrong token; take the line that the leader printed",),

@@ -9,7 +9,7 @@ import torch
 from tests.network.joined_runs import SCRIPT, TOKEN, join, lead, listeners
 from tests.network.joined_script import BATCH, RANKS, train
 from tests.network.namespaces import needs_namespaces, network
-from uneven.launch.control.history import ended_runs
+from uneven.launch.control.known_runs import ended_runs
 
 pytestmark = needs_namespaces
 

@@ -23,9 +23,8 @@ def test_all_machines_refuse_in_time(tmp_path: Path, launcher: str, name: str) -
     assert ended.codes == [1] * case.machines, ended.outputs
     assert max(ended.seconds) < LIMIT_S, ended.seconds
     assert ended.left == [[]] * case.machines
-    words = case.slurm_words if launcher == SLURM and case.slurm_words else case.words
     for number, output in enumerate(ended.outputs):
-        expected = case.leader_words if number == 0 and case.leader_words and launcher == DOOR else words
+        expected = case.leader_words if number == 0 and case.leader_words and launcher == DOOR else case.words
         assert all(word in output for word in expected), output
         assert "Traceback" not in output
         assert "a-token-of-the-tests" not in output

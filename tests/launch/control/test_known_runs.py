@@ -11,10 +11,8 @@ import pytest
 
 from uneven.errors import InputError
 from uneven.launch.cleanup import live_folders
-from uneven.launch.control import history
 from uneven.launch.control.ask import stop_run
-from uneven.launch.control.history import ended_runs, remember
-from uneven.launch.control.known_runs import KnownRun, choose_known, live_runs
+from uneven.launch.control.known_runs import KnownRun, choose_known, ended_runs, live_runs, remember, state_folder
 from uneven.launch.control.listing import FINISHED, STOPPED, Listing
 from uneven.launch.find_script import Script
 from uneven.launch.nodes import lead
@@ -131,11 +129,11 @@ def test_the_folder_of_the_history_is_never_below_the_current_one_by_accident(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("UNEVEN_HOME", "~/xx")
-    assert history.state_folder() == tmp_path / "xx"
+    assert state_folder() == tmp_path / "xx"
     monkeypatch.delenv("UNEVEN_HOME")
     for relative in ("state", ""):
         monkeypatch.setenv("XDG_STATE_HOME", relative)
-        assert history.state_folder() == tmp_path / ".local" / "state" / "uneven"
+        assert state_folder() == tmp_path / ".local" / "state" / "uneven"
 
 
 def test_a_run_that_waits_for_machines_is_listed_and_can_be_stopped(

@@ -18,10 +18,18 @@ from uneven import Ddp, Run, TrainedState
 from uneven.errors import InputError, RankError, StoppedError, Terminated
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.control import ask, history
+from uneven.launch.control import ask
 from uneven.launch.control.ask import choose_to_leave, ignores_interrupt, stop_run
-from uneven.launch.control.history import MOST, ended_runs, remember
-from uneven.launch.control.known_runs import choose_known, known_runs, live_runs
+from uneven.launch.control.known_runs import (
+    MOST,
+    NAME,
+    choose_known,
+    ended_runs,
+    known_runs,
+    live_runs,
+    remember,
+    state_folder,
+)
 from uneven.launch.control.listing import (
     FAILED,
     FINISHED,
@@ -106,7 +114,7 @@ def test_the_history_is_bounded_and_never_disturbs(home: Path, tmp_path: Path, m
         remember({"id": f"r{number}"})
     ids = [record["id"] for record in ended_runs()]
     assert (ids[0], ids[-1], len(ids)) == (f"r{MOST + 4}", "r5", MOST)
-    with (history.state_folder() / history.NAME).open("a") as file:
+    with (state_folder() / NAME).open("a") as file:
         file.write('{"id": "cut')
     assert len(ended_runs()) == MOST
     (tmp_path / "file").touch()
@@ -115,7 +123,7 @@ def test_the_history_is_bounded_and_never_disturbs(home: Path, tmp_path: Path, m
     assert ended_runs() == []
     monkeypatch.delenv("UNEVEN_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert history.state_folder() == Path("/state/uneven")
+    assert state_folder() == Path("/state/uneven")
 
 
 def test_a_run_is_named_by_its_id_its_folder_its_script_or_as_the_last(

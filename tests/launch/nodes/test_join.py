@@ -12,7 +12,7 @@ import pytest
 from tests.forked import RealPopen
 from uneven.errors import InputError
 from uneven.launch.cleanup import SHARED_MEMORY, pid_namespace
-from uneven.launch.control.history import ended_runs
+from uneven.launch.control.known_runs import ended_runs
 from uneven.machines.hosts import Host, StartedHosts
 
 TOKEN = "a-token-of-the-tests"

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import RankError
-from uneven.launch.control.history import ended_runs
-from uneven.launch.control.known_runs import KnownRun, choose_known, live_runs, read_status
+from uneven.launch.control.known_runs import KnownRun, choose_known, ended_runs, live_runs, read_status
 from uneven.launch.control.leave_requests import AskedToLeave
 
 POLL_S = 0.05

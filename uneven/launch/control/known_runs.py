@@ -1,9 +1,11 @@
 """The runs of this user that are known on this machine, live ones and ended ones, and which of them is meant by a name.
 
 Used by `uneven status`, `stop`, `logs` and `leave`. A live run is found by the file in its private folder that
-launch/control/listing.py writes, an ended one by its line in the history. No torch in this file.
+launch/control/listing.py writes, an ended one by its line in the history, which whoever ends it adds. A run is never
+disturbed by that: what cannot be written is left out. No torch in this file.
 """
 
+import fcntl
 import json
 import os
 from collections import Counter
@@ -14,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.files import MARK
+from uneven.files import MARK, home_folder, write_atomically
 from uneven.launch.cleanup import live_folders, process_start
-from uneven.launch.control.history import ended_runs
 from uneven.launch.control.rank_log import FOLDER as LOGS
 
 STATUS = "run.json"  # in the private folder of a run: which run it is, and where
 LAST = "last"
 MOST_SHOWN = 8  # runs in a message
+MOST = 100  # runs that are kept in the history
+NAME = "runs.jsonl"
+_NUMBERS = ("since", "end", "seconds", "samples")  # of a record, where it has them
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,52 @@ def _is_same_path(one: str, other: Any) -> bool:
     with suppress(OSError):  # the current folder was removed
         return bool(other) and os.path.realpath(one) == os.path.realpath(str(other))
     return False
+
+
+def state_folder() -> Path:
+    """Where small files about this user's runs are: $UNEVEN_HOME, else the user's folder for state.
+
+    A ~ in $UNEVEN_HOME is the home folder, as for torch builds (install/builds.py). A relative $XDG_STATE_HOME does not
+    count: its specification says so.
+    """
+    if home := os.environ.get("UNEVEN_HOME"):
+        return Path(home).expanduser().absolute()
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (state if state.is_absolute() else home_folder() / ".local" / "state") / "uneven"
+
+
+def remember(record: dict[str, Any]) -> None:
+    """Add a run that has ended; the oldest ones are forgotten."""
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home folder
+        folder = state_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(record)
+        with (folder / f".{NAME}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder / NAME
+            lines = [*_lines(path), line][-MOST:]
+            write_atomically(path, "".join(f"{one}\n" for one in lines).encode())
+
+
+def ended_runs() -> list[dict[str, Any]]:
+    """Those that are remembered, the newest first. What is no record of a run is left out: a damaged file."""
+    found = []
+    with suppress(OSError, RuntimeError):
+        for line in _lines(state_folder() / NAME):
+            with suppress(ValueError, RecursionError):  # a line that was cut off by a full disk
+                record = json.loads(line)
+                found += [record] if _is_run(record) else []
+    return found[::-1]
+
+
+def _is_run(record: Any) -> bool:
+    if not isinstance(record, dict) or "id" not in record:
+        return False
+    return all(isinstance(record.get(name), int | float | None) for name in _NUMBERS)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []

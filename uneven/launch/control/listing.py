@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uneven.errors import StoppedError, Terminated
 from uneven.files import finite
 from uneven.launch.cleanup import make_private_folder, process_start, remove
-from uneven.launch.control.history import remember
-from uneven.launch.control.known_runs import STATUS
+from uneven.launch.control.known_runs import STATUS, remember
 from uneven.launch.control.leave_requests import await_readers
 from uneven.launch.control.rank_log import FOLDER as LOGS
 from uneven.launch.control.rank_log import LAUNCHER, SWITCH, LogFile, own_log
