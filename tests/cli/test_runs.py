@@ -15,7 +15,7 @@ import pytest
 from tests.cli.documents import check_document
 from tests.launch.control.runs import HEARD, home
 from uneven.cli import main as command_line
-from uneven.launch.control import history
+from uneven.launch.control import known_runs
 from uneven.launch.control.listing import FINISHED, STOPPED, Listing, describe
 from uneven.launch.control.rank_log import LogFile
 
@@ -98,7 +98,7 @@ def test_status_of_ended_runs_and_of_none(home: Path, call: Call) -> None:
 )
 def test_a_damaged_line_of_the_history_is_left_out(damage: bytes, home: Path, call: Call) -> None:
     Listing("/home/me/train.py", run_id="abc123").close(STOPPED, samples=1234)
-    with (history.state_folder() / history.NAME).open("ab") as file:
+    with (known_runs.state_folder() / known_runs.NAME).open("ab") as file:
         file.write(damage + b"\n")
     Listing("/home/me/train.py", run_id="def456").close(STOPPED, samples=5678)
     for arguments in ((), ("--json",)):
