@@ -1,12 +1,13 @@
-"""Where the host's time of an exact step goes on a CPU: what uneven adds to a plain PyTorch loop, part by part.
+"""Where the host's time of a step goes on a CPU: what uneven adds to a plain PyTorch loop, part by part.
 
 Usage: python tools/step_overhead.py [ROUNDS] [STEPS] [MODELS]     (default: 40 rounds of 20 steps, lenet,mlp)
 
-Each model trains with batch 64 on one rank, and on the first of two (`sync`, cpu,cpu), beside a plain loop over the
-same data. All figures are CPU time of the thread that trains, in us a step: waiting is in none of them. Segments of the
-plain loop, of uneven, and of uneven with a clock around every part take turns; of each the least over the rounds is
-shown, since other programs only add to it. A part's time is without the parts inside it, and without what reading the
-clock costs.
+Each model trains with batch 64 on one rank, and on the first of two (`balanced` and `async`, cpu,cpu), beside a plain
+loop over the same data. The number of calls, of functions in Python and in C, does not depend on what else runs. All
+figures are CPU time of the thread that trains, in us a step: waiting is in none of them. Segments of the plain loop, of
+uneven, and of uneven with a clock around every part take turns; of each the least over the rounds is shown, since other
+programs only add to it. Two ranks wait for each other, which the calls of `balanced` contain. A part's time is without
+the parts inside it, and without what reading the clock costs.
 """
 
 import json
@@ -14,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from uneven.comm.work import Work
 from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed
 from uneven.data.tensors import TensorData
+from uneven.errors import GroupLostError
 from uneven.hardware.device import parse_devices
 from uneven.launch.checks.preflight import resolve_auto
 from uneven.launch.launcher import run_ranks
@@ -213,35 +215,61 @@ class Silent(Reporter):
         del statuses
 
 
+COUNTED_STEPS = 400  # two windows and more of `async`
+
+
+def count_calls(run: Callable[[int], float]) -> float:
+    """Calls of a step, of functions in Python and in C."""
+    calls = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        del frame, argument
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        run(COUNTED_STEPS)
+    finally:
+        sys.setprofile(None)
+    return calls / COUNTED_STEPS
+
+
 def measure(rounds: int, steps: int, worker: Worker, folder: Path | None = None) -> dict[str, Any]:
     """The program of a rank: segments in turn. A rank process leaves the figures in its folder."""
     torch.set_num_threads(1)
     with worker.recording():
         plain_loop, loop = PlainLoop(worker.task), UnevenLoop(worker)
+        while worker.config.is_local and worker.rank_info.rank > 0:  # until rank 0 is done, and the group gone
+            loop.run(steps)
         found: dict[str, list[Any]] = {"plain": [], "uneven": [], "parts": []}
         for turn in range(rounds + 1):
             results = plain_loop.run(steps), loop.run(steps), loop.run_timed(steps)
             if turn:  # the first is warm-up
                 for name, result in zip(found, results, strict=True):
                     found[name].append(result)
+        plain_calls, uneven_calls = count_calls(plain_loop.run), count_calls(loop.run)
     names = sorted({name for parts in found["parts"] for name in parts})
     least = {name: min(parts.get(name, 0.0) for parts in found["parts"]) for name in names}
     plain_us, uneven_us = min(found["plain"]), min(found["uneven"])
-    result = {"plain": plain_us, "uneven": uneven_us, "added": uneven_us - plain_us, "parts": least}
+    added = {"added": uneven_us - plain_us, "calls": uneven_calls - plain_calls}
+    result = {"plain": plain_us, "uneven": uneven_us, **added, "parts": least}
     if folder is not None:
         (folder / "overhead.json").write_text(json.dumps(result))
     return result
 
 
 def program(rounds: int, steps: int, worker: Worker, folder: Path) -> None:
-    measure(rounds, steps, worker, folder)
+    with suppress(GroupLostError):
+        measure(rounds, steps, worker, folder)
 
 
-def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure_model(name: str, policy: str, rounds: int, steps: int) -> dict[str, Any]:
     recipe = models.get(name)
+    devices = "cpu" if policy == "sync" else "cpu,cpu"
     rows: TensorData = load_set("mnist-mini").train
     task = Task(recipe.make_model, recipe.make_optimizer, recipe.train_step, rows, None, None)
-    config = resolve({"batch_size": BATCH, "epochs": EPOCHS, "policy": "sync", "devices": devices, "progress": "off"})
+    config = resolve({"batch_size": BATCH, "epochs": EPOCHS, "policy": policy, "devices": devices, "progress": "off"})
     parsed = parse_devices(devices)
     if len(parsed) == 1:
         info = RankInfo(0, parsed)
@@ -267,7 +295,12 @@ def print_table(titles: Sequence[str], columns: Sequence[dict[str, Any]]) -> Non
     own, added = [n for n in OWN_WORK if n in names], [n for n in by_size if n not in OWN_WORK]
     print(f"| us of CPU time a step | {' | '.join(titles)} |")
     print(f"|---|{'---|' * len(titles)}")
-    for label, key in (("plain loop", "plain"), ("uneven", "uneven"), ("**added by uneven**", "added")):
+    for label, key in (
+        ("plain loop", "plain"),
+        ("uneven", "uneven"),
+        ("**added by uneven**", "added"),
+        ("calls added", "calls"),
+    ):
         print(f"| {label} | {' | '.join(f'{column[key]:.0f}' for column in columns)} |")
     for name in (*own, *added):
         cells = [f"{column['parts'][name]:.1f}" if name in column["parts"] else "-" for column in columns]
@@ -277,9 +310,9 @@ def print_table(titles: Sequence[str], columns: Sequence[dict[str, Any]]) -> Non
 def main(rounds: int, steps: int, chosen: Sequence[str]) -> None:
     titles, columns = [], []
     for name in chosen:
-        for devices in ("cpu", "cpu,cpu"):
-            titles.append(f"{name}, {len(devices.split(','))} rank{'s' if ',' in devices else ''}")
-            columns.append(measure_model(name, devices, rounds, steps))
+        for policy in ("sync", "balanced", "async"):
+            titles.append(f"{name}, {'one rank' if policy == 'sync' else policy}")
+            columns.append(measure_model(name, policy, rounds, steps))
     print_table(titles, columns)
 
 
