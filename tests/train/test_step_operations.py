@@ -1,7 +1,10 @@
-"""An exact step runs few tensor operations beside the model's own: each costs as much as a small layer on a CPU."""
+"""An exact step adds few operations and calls to a plain loop: an operation costs as much as a small layer on a CPU."""
 
+import sys
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -70,3 +73,30 @@ def test_a_step_of_one_rank_adds_few_operations_to_a_plain_loop() -> None:
                 worker.train_part(synchronizer, *next(stream))
     gradients = 4  # each has a sum, and the host reads it
     assert count.operations / STEPS <= plain_operations() + 2 * gradients + 8
+
+
+def test_a_step_of_one_rank_calls_few_functions_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """126 before 2026-11-19, of features that a run does not have; see tools/step_overhead.py."""
+    config = resolve({"batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off"})
+    task = Task(make_model, make_optimizer, loss_of, DATA)
+    worker = Worker(task, config, RankInfo(0, parse_devices("cpu")), lambda _: SoloGroup(), Requests(), Silent())
+    monkeypatch.setattr("uneven.train.worker.REPORT_EVERY_S", 1e9)  # on a slow machine every step reports
+    calls: list[str] = []
+
+    def see(frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        if event == "call" and "/uneven/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    with worker.recording():
+        synchronizer = worker.prepare()
+        stream = worker.engine.feed.stream(synchronizer.parts())
+        worker.train_part(synchronizer, *next(stream))
+        sys.setprofile(see)
+        try:
+            for _ in range(STEPS):
+                worker.train_part(synchronizer, *next(stream))
+        finally:
+            sys.setprofile(None)
+        synchronizer.close()
+    assert len(calls) / STEPS <= 85
