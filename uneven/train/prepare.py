@@ -257,6 +257,7 @@ def apply_strategy(
     return [
         f"  {config.strategy}: bytes {_source(engine)}, {_percent(_held(optimizer, shares))}"
         f"{_with_copies(optimizer)}{_whole_tensors(optimizer)}",
+        _describe_memory(engine, group, _parts(optimizer, shares)),
         *notes,
     ]
 
@@ -369,6 +370,12 @@ def _source(engine: Engine) -> str:
     return "by memory" if engine.config.memory_shares is None else "as given"
 
 
+def _parts(optimizer: Optimizer, shares: Sequence[float]) -> list[float]:
+    """What each rank holds as a part of all that is sharded; 2 together where everything is there twice."""
+    copies = optimizer.copies if isinstance(optimizer, ShardedOptimizer) else None
+    return [(1 if copies is None else 2) * part / sum(parts) for parts in [_held(optimizer, shares)] for part in parts]
+
+
 def _held(optimizer: Optimizer, shares: Sequence[float]) -> Sequence[float]:
     """What each rank holds, of all that is sharded: the shares, or with redundancy what came of them."""
     copies = optimizer.copies if isinstance(optimizer, ShardedOptimizer) else None
@@ -434,15 +441,30 @@ def activation_budget(engine: Engine) -> float | None:
     if config.redundancy:
         copies = copy_ring(shares, rank_info.roster.machines)
         own = held(shares_with_copies(shares, copies), copies)[rank_info.rank]
-    # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share. Frozen params have
-    # neither gradients nor moments.
-    times = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(
-        config.strategy or "", 4.0
-    )
+    return max(0.0, room - _held_bytes(engine, own))
+
+
+def _held_bytes(engine: Engine, own: float) -> float:
+    """Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share, `own`.
+
+    Frozen params have neither gradients nor moments.
+    """
+    strategy = engine.config.strategy or ""
+    times = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(strategy, 4.0)
     params = list(engine.model.parameters())
     trained = sum(param.nbytes for param in params if param.requires_grad)
     frozen = sum(param.nbytes for param in params) - trained
-    return max(0.0, room - times * trained - (own if config.strategy == "fsdp" else 1.0) * frozen)
+    return times * trained + (own if strategy == "fsdp" else 1.0) * frozen
+
+
+def _describe_memory(engine: Engine, group: Group, parts: Sequence[float]) -> str:
+    """A line: what each device is going to hold, of what it may; a collective. `parts`: of what is sharded, by rank."""
+    rows = gather_rows(group, [_held_bytes(engine, parts[group.rank]), _memory_bytes(engine)])
+    names = map(str, engine.rank_info.devices)
+    needs = [
+        f"{name} {held / 1e6:,.0f} of {most / 1e6:,.0f} MB" for name, (held, most) in zip(names, rows, strict=True)
+    ]
+    return f"  memory without activations: {', '.join(needs)}"
 
 
 def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:
