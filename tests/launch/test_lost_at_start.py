@@ -24,7 +24,7 @@ from uneven.train import worker
 PLACES: dict[str, tuple[Any, str]] = {
     "the comparison": (membership, "check_agreement"),
     "the group": (membership, "form_group"),
-    "round 0": (worker, "broadcast_params"),
+    "round 0": (worker, "send_model"),
     "the costs": (worker, "gather_rows"),
     "the members": (worker, "gather_json"),
 }
