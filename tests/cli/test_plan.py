@@ -43,9 +43,9 @@ def test_a_script_that_never_trains_is_told() -> None:
 
 
 def test_a_script_is_left_where_it_would_train(capsys: pytest.CaptureFixture[str]) -> None:
-    found = find_task(Script(script(TRAINS), ("--own",)), {"batch_size": 2, "devices": "cpu,cpu@0.4"})
-    assert (found.config.batch_size, found.config.epochs, found.config.devices) == (2, 3, "cpu,cpu@0.4")
-    assert not found.task.is_own_loop
+    task, config = find_task(Script(script(TRAINS), ("--own",)), {"batch_size": 2, "devices": "cpu,cpu@0.4"})
+    assert (config.batch_size, config.epochs, config.devices) == (2, 3, "cpu,cpu@0.4")
+    assert not task.is_own_loop
     assert capsys.readouterr().out == "a line of the script\n"
 
 

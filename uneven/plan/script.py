@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from uneven.config import RunConfig, Task
 from uneven.errors import STOPPED, InputError, MachineError, RankError
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 END_S = 3.0  # for the process that plans, after Ctrl-C
 
 
-class Found(NamedTuple):
-    """What a script was about to train."""
-
-    task: Task
-    config: RunConfig
-
-
 def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> "Plan":
     """The Plan of what the script was about to train, with these settings in place of its own; prints on stderr."""
     from uneven.launch.context import process_context
@@ -44,21 +37,21 @@ def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> 
 
     check_seconds(seconds)  # before the script does anything
     settings = {**settings, **NO_FILES}  # a plan has no folder of the run: checkpoints without one would be refused
-    found = find_task(script, settings)
-    devices = ",".join(str(device) for device in process_context().devices(found.config.devices))
-    if found.task.is_own_loop and "," not in devices:
+    task, config = find_task(script, settings)
+    devices = ",".join(str(device) for device in process_context().devices(config.devices))
+    if task.is_own_loop and "," not in devices:
         raise InputError(
             f"{script} has a loop of its own, and {devices} is one device: there is nothing to choose; name "
             "several, as in --devices cuda:0,cpu"
         )
-    config = with_values(found.config, devices=devices, out=None)
-    plan, _ = plan_for(found.task, config, seconds, _prober(script, settings, found))
+    config = with_values(config, devices=devices, out=None)
+    plan, _ = plan_for(task, config, seconds, _prober(script, settings, task))
     return plan
 
 
-def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Prober | None":
+def _prober(script: Script, settings: Mapping[str, Any], task: Task) -> "Prober | None":
     """The script itself measures a loop of its own."""
-    if not found.task.is_own_loop:
+    if not task.is_own_loop:
         return None
     from uneven.plan.measure import probe_script
 
@@ -66,8 +59,8 @@ def _prober(script: Script, settings: Mapping[str, Any], found: Found) -> "Probe
     return partial(probe_script, script, own)
 
 
-def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
-    """Run the script up to where it would train; InputError where it never does."""
+def find_task(script: Script, settings: Mapping[str, Any]) -> tuple[Task, RunConfig]:
+    """Run the script up to where it would train: what it was about to; InputError where it never does."""
     from uneven.launch.external.variables import read_launcher
     from uneven.launch.visitor import WRAPPED, RunVisitor
 
@@ -87,7 +80,7 @@ def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
     if found is None:
         raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
     task, config = found
-    return Found(task, config)
+    return task, config
 
 
 def choose_for_script(
@@ -129,11 +122,10 @@ def choose_here(script: Script, settings: Mapping[str, Any]) -> dict[str, Any]:
     from uneven.plan.plan import PER_DEVICE
 
     with stdout_to_stderr():
-        found = find_task(script, settings)
-        config = with_values(found.config, policy="auto")
-        choice = choose(found.task, config, prober=_prober(script, settings, found))
+        task, config = find_task(script, settings)
+        choice = choose(task, with_values(config, policy="auto"), prober=_prober(script, settings, task))
     changed = {"policy": choice.config.policy, "devices": choice.config.devices}
-    changed |= {name: getattr(choice.config, name) for name in PER_DEVICE if getattr(found.config, name) is not None}
+    changed |= {name: getattr(choice.config, name) for name in PER_DEVICE if getattr(config, name) is not None}
     return {"settings": changed, "plan": choice.plan, "notes": list(choice.notes)}
 
 

@@ -17,6 +17,14 @@ POLICIES: tuple[Policy, ...] = ("equal", "sync", "balanced", "cadence", "async")
 BACKENDS = ("auto", "gloo", "nccl")
 
 
+def _check_least(owner: object, least: int, names: Sequence[str], of: str = "") -> None:
+    """InputError for a number that is smaller, or none; None and text are left to others."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, int | float) and not value >= least:
+            raise InputError(f"{name}={value}{of} must be at least {least}")
+
+
 @dataclass(frozen=True, slots=True)
 class RankKind:
     """A kind of device: a step of n samples takes fixed_ms + n * sample_ms, and one of none takes no time.
@@ -33,9 +41,7 @@ class RankKind:
     round_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("fixed_ms", "jitter", "round_ms"):
-            if not getattr(self, field) >= 0.0:
-                raise InputError(f"{field}={getattr(self, field)} of {self.name!r} must be 0 or more")
+        _check_least(self, 0, ("fixed_ms", "jitter", "round_ms"), f" of {self.name!r}")
         if not self.sample_ms > 0.0:
             raise InputError(f"sample_ms={self.sample_ms} of {self.name!r} must be above 0: what a sample takes, in ms")
         if self.jitter > 0.5:
@@ -78,11 +84,8 @@ class Cluster:
             raise InputError(f"machines={self.machines} must have one entry for each of the {len(self.ranks)} ranks")
         if self.between is None and len(set(self.machines)) > 1:
             raise InputError("between=None: a cluster of several machines needs the link between them")
-        for field in ("failures_per_hour", "joins_per_hour", "slowdowns_per_hour", "slowdown_s", "settle_s"):
-            if not getattr(self, field) >= 0.0:
-                raise InputError(f"{field}={getattr(self, field)} must be 0 or more")
-        if not self.slowdown_factor >= 1.0:
-            raise InputError(f"slowdown_factor={self.slowdown_factor} must be at least 1: times slower")
+        _check_least(self, 0, ("failures_per_hour", "joins_per_hour", "slowdowns_per_hour", "slowdown_s", "settle_s"))
+        _check_least(self, 1, ("slowdown_factor",))
 
     def speed(self, batch_size: int) -> float:
         """The sum of all ranks' speeds alone, in samples per second."""
@@ -131,15 +134,10 @@ class Job:
     caps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("samples_per_epoch", "batch_size", "global_batch_size"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise InputError(f"{field}={value} must be at least 1")
+        _check_least(self, 1, ("samples_per_epoch", "batch_size", "global_batch_size", "anchor", "max_anchor"))
+        _check_least(self, 0, ("param_bytes", "eval_ms"))
         if not self.epochs > 0.0:
             raise InputError(f"epochs={self.epochs} must be above 0")
-        for field in ("param_bytes", "eval_ms"):
-            if getattr(self, field) < 0:
-                raise InputError(f"{field}={getattr(self, field)} must be 0 or more")
         if self.shares is not None and not (min(self.shares, default=0.0) >= 0.0 and any(self.shares)):
             raise InputError(f"shares={self.shares} must be 0 or more, and one of them above 0")
         if self.caps is not None and not min(self.caps, default=0) >= 1:
@@ -148,13 +146,8 @@ class Job:
             raise InputError(f"overlap={self.overlap} must be between 0 and 1, a part of a step's compute")
         if self.backend not in BACKENDS:
             raise InputError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
-        if self.anchor != "auto" and self.anchor < 1:
-            raise InputError(f"anchor={self.anchor} must be at least 1, or 'auto'")
-        if self.max_anchor is not None:
-            if self.max_anchor < 1:
-                raise InputError(f"max_anchor={self.max_anchor} must be at least 1")
-            if self.anchor != "auto" and self.anchor > self.max_anchor:
-                raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
+        if self.max_anchor is not None and self.anchor != "auto" and self.anchor > self.max_anchor:
+            raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
 
     def check_ranks(self, cluster: Cluster) -> None:
         """InputError where `shares` or `caps` do not go with the cluster's ranks; one that joins would have none."""
