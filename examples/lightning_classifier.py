@@ -1,7 +1,8 @@
 """Lightning's image classifier with a DataModule; the lines that uneven adds are marked.
 
-python examples/lightning_classifier.py --speeds 1,0.4                # Lightning starts a process for each device
-torchrun --nproc-per-node 2 examples/lightning_classifier.py --speeds 1,0.4
+uneven run examples/lightning_classifier.py --devices cpu,cpu@0.4
+torchrun --nproc-per-node 2 examples/lightning_classifier.py
+python examples/lightning_classifier.py                            # Lightning starts a process for each device
 """
 
 import argparse
@@ -61,26 +62,19 @@ class ImageClassifier(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-class Slow(L.Callback):
-    """Only to try it: slows ranks down, and says how the steps are divided."""
-
-    def __init__(self, speeds: str) -> None:
-        self.speeds = [float(speed) for speed in speeds.split(",")]
-
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.strategy.shares.slow_down(self.speeds[trainer.global_rank])
+class Shares(L.Callback):
+    """Says how the steps are divided."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         shares = trainer.strategy.shares
         if trainer.is_global_zero:
-            print(f"epoch {trainer.current_epoch}: shares {shares.of(shares.step)}", flush=True)
+            print(f"epoch {trainer.current_epoch + 1}: shares {shares.of(shares.step)}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a step, of each device")
-    parser.add_argument("--speeds", default="1,1", help="slow ranks down to try it, as in 1,0.4")
     args = parser.parse_args()
     L.seed_everything(0)
     trainer = L.Trainer(
@@ -88,7 +82,7 @@ if __name__ == "__main__":
         devices=2,
         strategy=UnevenStrategy(),  # uneven: in place of "ddp"
         max_epochs=args.epochs,
-        callbacks=[Slow(args.speeds)],
+        callbacks=[Shares()],
         enable_progress_bar=False,
         logger=False,
     )

@@ -38,11 +38,14 @@ def test_params_are_those_of_one_process(tmp_path: Path) -> None:
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_classifier.py"
 
 
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
-def test_the_example_runs_under_both_launchers(launcher: str, tmp_path: Path) -> None:
-    by_torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
-    command = [*(by_torchrun if launcher == "torchrun" else [sys.executable]), EXAMPLE]
-    done = start([*command, "--epochs", "1", "--speeds", "1,0.3", "--batch-size", "100"], tmp_path)
+@pytest.mark.parametrize("launcher", ["Lightning", "torchrun", "uneven run"])
+def test_the_example_runs_under_all_launchers(launcher: str, tmp_path: Path) -> None:
+    commands: dict[str, list[str | Path]] = {
+        "Lightning": [sys.executable, EXAMPLE],
+        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", EXAMPLE],
+        "uneven run": [BIN / "uneven", "run", EXAMPLE, "--devices", "cpu,cpu@0.3", "--"],
+    }
+    done = start([*commands[launcher], "--epochs", "1", "--batch-size", "100"], tmp_path)
     assert done.returncode == 0, done.stderr
     (shares,) = re.findall(r"shares \((\d+), (\d+)\)", done.stdout)
     assert sum(map(int, shares)) == 200

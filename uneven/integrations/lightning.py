@@ -19,7 +19,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from uneven.core import Order, StepSampler, StepShares, watch_ddp
 from uneven.errors import InputError
+from uneven.launch.frameworks import begin_use, join_ranks
 from uneven.parallel.batchnorm import has_batchnorm
+
+join_ranks()
 
 Policy = Literal["balanced", "sync"]
 # Of a DataLoader, besides what says which samples are in a batch.
@@ -62,11 +65,13 @@ class SharedLoader:
     ) -> None:
         """A collective. `epoch_of`: the epoch that begins when the loader is iterated, where the loop knows it."""
         order, batch_size = _order_of(loader)
+        speed = begin_use(world_size)
         self.pieces = pieces
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self.shares = StepShares(
             batch_size * world_size * pieces, shares=shares, least=least * pieces, lookahead=-(-ahead // pieces)
         )
+        self.shares.slow_down(speed)
         self.sampler = EpochSampler(
             order, self.shares, pieces=pieces, drop_last=bool(loader.drop_last), epoch_of=epoch_of
         )
