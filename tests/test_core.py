@@ -132,6 +132,14 @@ def test_a_filler_weighs_nothing_and_every_piece_has_a_batch() -> None:
     assert on_threads(2, run) == [[([7, 8], 2 * 2 / 5), ([9, 5], 2 * 2 / 5)], [([7], 0.0), ([6], 2 * 1 / 5)]]
 
 
+def test_a_filler_has_as_many_samples_as_a_batch_has_at_least() -> None:
+    def run(group: ThreadGroup) -> list[list[int]]:
+        shares = StepShares(5, group=group, shares=(1, 0), least=4)
+        return list(StepSampler([7, 8, 9, 5, 6, 4], shares, pieces=2))
+
+    assert on_threads(2, run) == [[[7, 8], [9, 5, 6], [4], [4]], [[7, 8], [7, 8], [4], [4]]]
+
+
 def test_factors_of_a_step_add_up_to_one_global_mean() -> None:
     def run(group: ThreadGroup) -> tuple[float, float]:
         shares = StepShares(10, group=group, shares=(3, 1, 1))

@@ -353,7 +353,7 @@ class StepSampler(BatchSampler):
     """The batch sampler of a DataLoader: this rank's samples of every step, as `shares` divides them.
 
     A step has `pieces` batches on every rank: all but its last one go into `ddp.no_sync()`. Where a rank has no samples
-    for one, the batch is a filler, the first sample of the step, for DDP needs a backward pass on every rank:
+    for one, the batch is a filler, the first samples of the step, for DDP needs a backward pass on every rank:
     `own[step, piece]` is 0 then, so `factor` is, too. Step numbers go on over epochs, `steps` in each.
     """
 
@@ -402,9 +402,10 @@ class StepSampler(BatchSampler):
         for step, piece in [key for key in self.own if key[0] < self.shares.step]:
             del self.own[step, piece]
         cuts = [part.first + part.samples * piece // self.pieces for piece in range(self.pieces + 1)]
+        filler = max(1, self.shares.least // self.pieces)  # BatchNorm refuses a batch of one
         for piece, (begin, end) in enumerate(pairwise(cuts)):
             self.own[slot.index, piece] = end - begin
-            yield list(order[begin:end] or order[slot.first : slot.first + 1])
+            yield list(order[begin:end] or order[slot.first : slot.first + min(filler, slot.samples)])
 
 
 def watch_ddp(

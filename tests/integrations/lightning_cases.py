@@ -165,8 +165,11 @@ def all_cases(group: Group) -> dict[str, Any]:
         for name, case in CASES.items():
             found[name] = whole(case)
         found["resumed"] = resumed()
+        found["resumed, the steps asked for before"] = asked_and_resumed()
         found["by fabric"] = by_fabric()
         found["by fabric, resumed"] = by_fabric_resumed()
+    found["fitted twice"] = fitted_twice()
+    found["with BatchNorm"] = with_batchnorm()
     found["stopped early"] = stopped_early()
     check_wrong_uses()
     return found
@@ -207,6 +210,50 @@ def resumed() -> Any:
     second.found = first.found[:16]
     trainer(case, second).fit(model, images(case), ckpt_path=FOLDER / "inside" / "step=16.ckpt")
     return params_of(model.model), second.found
+
+
+class Normalized(ImageClassifier):
+    """With BatchNorm, which refuses a batch of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def with_batchnorm() -> list[tuple[int, ...]]:
+    divisions = Divisions()
+    trainer(Case(epochs=1, settings={"shares": (31, 1)}), divisions).fit(Normalized(), images(Case()))
+    return divisions.found
+
+
+def asked_and_resumed() -> Any:
+    """The number of steps is asked for before Lightning knows its epoch, while a worker reads ahead already."""
+    case = CASES["measured, read ahead by workers"]
+    saved = ModelCheckpoint(FOLDER / "asked", filename="{step}", every_n_train_steps=16, save_top_k=-1)
+    first, second, model = Divisions(), Divisions(), Asking()
+    trainer(Case(epochs=3, workers=1), first, saved).fit(Asking(), images(case))
+    second.found = first.found[:16]
+    trainer(case, second, reload_dataloaders_every_n_epochs=1).fit(
+        model, images(case), ckpt_path=FOLDER / "asked" / "step=16.ckpt"
+    )
+    return params_of(model.model), second.found
+
+
+class Asking(ImageClassifier):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches in (21, 28)
+        return super().configure_optimizers()
+
+
+def fitted_twice() -> Any:
+    model, divisions = ImageClassifier(), Divisions()
+    one = trainer(Case(epochs=2, settings={"shares": (11, 5)}), divisions)
+    one.fit(model, images(Case()))
+    first = params_of(model.model)
+    one.fit_loop.max_epochs = 3
+    one.fit(model, images(Case()))
+    assert one.strategy._state["step"] == 21
+    return first, divisions.found
 
 
 def by_fabric(case: Case = CASES["measured, accumulated"], stop_at: int | None = None, state: Any = None) -> Any:

@@ -17,8 +17,8 @@ from tests.ranks import on_processes
 def test_params_are_those_of_one_process(tmp_path: Path) -> None:
     by_rank = on_processes(2, "tests.integrations.lightning_cases:all_cases", tmp_path, "gloo", limit_s=200)
     for found in by_rank:
-        resumed = {name: CASES["measured"] for name in found if name not in CASES and name != "stopped early"}
-        for name, case in (CASES | resumed).items():
+        resumed = {name: CASES["measured"] for name in found if name.startswith(("resumed", "by fabric"))}
+        for name, case in (CASES | resumed | {"fitted twice": CASES["fixed"]}).items():
             params, divisions = found[name]
             expected = train_dense(case.epochs, case.drop_last)
             for key, param in params.items():
@@ -30,6 +30,7 @@ def test_params_are_those_of_one_process(tmp_path: Path) -> None:
                 assert whole[-1] == (12, 4)
         assert found["measured"][1] == found["resumed"][1]
         assert found["by fabric"][1] == found["by fabric, resumed"][1]
+        assert found["with BatchNorm"] == [(16, 0)] * 6 + [(4, 0)]  # not 1
         epochs, val_loss, names, plain_epochs = found["stopped early"]
         assert (epochs, names, plain_epochs) == (2, ["epoch=0.ckpt"], 3)
         assert val_loss == by_rank[0]["stopped early"][1]
