@@ -39,16 +39,18 @@ def test_params_are_those_of_one_process(tmp_path: Path) -> None:
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_classifier.py"
 
 
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun", "uneven run"])
+@pytest.mark.parametrize("launcher", ["Lightning", "torchrun", "uneven run", "uneven run with settings"])
 def test_the_example_runs_under_all_launchers(launcher: str, tmp_path: Path) -> None:
     commands: dict[str, list[str | Path]] = {
         "Lightning": [sys.executable, EXAMPLE],
         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", EXAMPLE],
         "uneven run": [BIN / "uneven", "run", EXAMPLE, "--devices", "cpu,cpu@0.3", "--"],
+        "uneven run with settings": [BIN / "uneven", "run", EXAMPLE, "--devices", "cpu,cpu", "--shares", "3,1", "--"],
     }
     done = start([*commands[launcher], "--epochs", "1", "--batch-size", "100"], tmp_path)
     assert done.returncode == 0, done.stderr
     (shares,) = re.findall(r"shares \((\d+), (\d+)\)", done.stdout)
     assert sum(map(int, shares)) == 200
+    assert launcher != "uneven run with settings" or shares == ("150", "50")
     (accuracy,) = re.findall(r"accuracy (\S+)", done.stdout)
     assert float(accuracy) > 0.6

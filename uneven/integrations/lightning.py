@@ -65,13 +65,11 @@ class SharedLoader:
     ) -> None:
         """A collective. `epoch_of`: the epoch that begins when the loader is iterated, where the loop knows it."""
         order, batch_size = _order_of(loader)
-        speed = begin_use(world_size)
         self.pieces = pieces
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self.shares = StepShares(
             batch_size * world_size * pieces, shares=shares, least=least * pieces, lookahead=-(-ahead // pieces)
         )
-        self.shares.slow_down(speed)
         self.sampler = EpochSampler(
             order, self.shares, pieces=pieces, drop_last=bool(loader.drop_last), epoch_of=epoch_of
         )
@@ -184,7 +182,8 @@ class _SharesSteps:
         """`policy`: "balanced" follows the measured speed, "sync" divides evenly. `shares`, one number per rank, is a
         fixed ratio. `options` are those of Lightning's DDPStrategy."""
         super().__init__(**options)
-        self._chosen = _chosen(policy, shares)
+        self._policy, self._ratio = policy, shares
+        _chosen(policy, shares)  # refused before any process is started
         self._shared: SharedLoader | None = None
 
     @property
@@ -215,6 +214,19 @@ class _SharesSteps:
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         with self._left_out():
             return super().all_gather(*args, **kwargs)  # type: ignore[misc]
+
+    def _share(
+        self, loader: Any, model: torch.nn.Module, pieces: int, epoch_of: Callable[[], int] | None = None
+    ) -> SharedLoader:
+        """The loader to train with, by what `uneven run` was told in place of the script's own; a collective."""
+        told = begin_use(self.world_size, ("policy", "shares"))
+        chosen = _chosen(told.settings.get("policy", self._policy), told.settings.get("shares", self._ratio))
+        least = 2 if has_batchnorm(model) else 1
+        self._shared = SharedLoader(
+            loader, chosen, pieces=pieces, least=least, world_size=self.world_size, epoch_of=epoch_of
+        )
+        self._shared.shares.slow_down(told.speed)
+        return self._shared
 
     @contextmanager
     def _left_out(self) -> Iterator[None]:
@@ -257,19 +269,13 @@ class UnevenStrategy(_SharesSteps, _TrainerDDP):  # type: ignore[misc]
         if self._shared is not None:
             self._shared.replace(dataloader)
             return self._shared.loader
-        self._shared = SharedLoader(
-            dataloader,
-            self._chosen,
-            pieces=trainer.accumulate_grad_batches,
-            least=2 if has_batchnorm(self.lightning_module) else 1,
-            world_size=self.world_size,
-            epoch_of=lambda: trainer.current_epoch,
-        )
+        pieces = trainer.accumulate_grad_batches
+        shared = self._share(dataloader, self.lightning_module, pieces, lambda: int(trainer.current_epoch))
         if self._is_resuming and self._state is not None:
             self.shares.load_state_dict(self._state)
         self._is_resuming = False
         self._watch()
-        return self._shared.loader
+        return shared.loader
 
     def on_train_start(self) -> None:
         if self.lightning_module.trainer.train_dataloader is not self._loader().loader:
@@ -383,13 +389,10 @@ class UnevenFabricStrategy(_SharesSteps, _FabricDDP):  # type: ignore[misc]
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._accumulate is None or self._model is None:
             return super().process_dataloader(dataloader)
-        least = 2 if has_batchnorm(self._model) else 1
-        self._shared = SharedLoader(
-            dataloader, self._chosen, pieces=self._accumulate, least=least, world_size=self.world_size
-        )
-        watch_ddp(self._model, self.shares)
+        shared = self._share(dataloader, self._model, self._accumulate)
+        watch_ddp(self._model, shared.shares)
         self._model.register_forward_pre_hook(self._before_forward)
-        return self._shared.loader
+        return shared.loader
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         ddp: DistributedDataParallel = super().setup_module(module)
