@@ -87,6 +87,18 @@ def frozen() -> nn.Module:
     return model
 
 
+def through_numpy() -> nn.Module:
+    """Reads params that were put away, and writes to memory that no operation of torch tells of."""
+    model = nn.Sequential(*layers())
+    model.scale = float(abs(model[0].weight.detach().numpy()).sum()) + sum(model[1].bias.tolist())  # type: ignore[assignment, operator, union-attr]
+    model[0].weight.detach().numpy()[:] = model.scale  # type: ignore[operator, union-attr]
+    model.append(nn.Linear(20, 20))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.mul_(0.5)  # type: ignore[operator, union-attr]
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(*layers()),
     "noisy": Noisy,
@@ -103,6 +115,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "channels_last": lambda: nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(4))).to(
         memory_format=torch.channels_last  # type: ignore[call-overload]
     ),
+    "numpy": through_numpy,
     "deepcopy": lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in [nn.Linear(20, 20)] * 5)),
     "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),
     "lstm": lambda: nn.LSTM(16, 16, num_layers=3),

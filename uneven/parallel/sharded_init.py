@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -64,6 +65,10 @@ OVERWRITES = frozenset(
         ("geometric_", "default"),
     )
 )
+# What hands out memory without an operation that could be watched.
+BESIDE_OPERATIONS = frozenset(
+    getattr(Tensor, name) for name in ("numpy", "__array__", "__dlpack__", "tolist", "data_ptr")
+)
 _ONE_AT_A_TIME = threading.Lock()  # torch's hook, copy's table and the default generator are the whole process's
 
 
@@ -96,6 +101,7 @@ class _Made:
         self.nbytes = self.storage.nbytes()
         self.log: list[_Operation] | None = None
         self.is_here = True
+        self.is_shared = False  # others may read and write its memory: it stays
 
     def copy_log(self, other: "_Made") -> None:
         self.log = None if other.log is None else list(other.log)
@@ -154,11 +160,18 @@ class _Maker(TorchDispatchMode):
         handle = register_module_parameter_registration_hook(self._registered)
         table[nn.Parameter] = self._deepcopy  # a module's copy does not register its params
         try:
-            with self:
+            with self, _BesideOperations(self.share):
                 yield
         finally:
             del table[nn.Parameter]
             handle.remove()
+
+    def share(self, tensor: Tensor) -> None:
+        """Whoever asks gets the memory itself, and may write to it: from now on the param stays whole until the end."""
+        if threading.get_ident() == self._thread and (made := self._found(tensor)) is not None:
+            self._bring(made)
+            made.is_shared = True
+            made.log = None
 
     def put_all_away(self) -> None:
         for made in self.made:
@@ -275,7 +288,7 @@ class _Maker(TorchDispatchMode):
         for made in list(self._recent):
             if self._here_bytes <= self._kept_bytes:
                 break
-            if made not in kept and not (self._keeps_unrepeatable and made.log is None):
+            if made not in kept and not made.is_shared and not (self._keeps_unrepeatable and made.log is None):
                 self._follow(made)
                 self._put_away(made)
 
@@ -303,6 +316,22 @@ class _Maker(TorchDispatchMode):
         if self._freed_bytes > self._kept_bytes // 2 and self._take is not None:
             _return_freed()
             self._freed_bytes = 0
+
+
+class _BesideOperations(TorchFunctionMode):
+    """Calls `share` with a tensor before its memory is handed out: `param.numpy()` of a freed one ended the process,
+    and what was written to the array was lost.
+    """
+
+    def __init__(self, share: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func in BESIDE_OPERATIONS:
+            self._share(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _CannotRepeatError(Exception):
