@@ -66,11 +66,13 @@ test-cuda: $(STAMP)
 	$(BIN)/python -m pytest -m "cuda and not alone" -n 4
 	$(BIN)/python -m pytest -m "cuda and alone"
 
-# The integrations with the frameworks themselves, in an environment of their own.
+# What needs other people's frameworks, with these in an environment of their own. Elsewhere it is skipped.
 FRAMEWORKS := .venv-frameworks
 EXTRAS := dev,diffusers,lightning,trl
+WITH_FRAMEWORKS := tests/integrations tests/parallel/test_sharded_init.py tests/bench/models/test_large.py
+WITH_FRAMEWORKS += tests/step/test_loss.py tests/step/test_token_mean.py tests/api/test_lora.py
 test-frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
+	$(FRAMEWORKS)/bin/python -m pytest $(WITH_FRAMEWORKS)
 
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt constraints-frameworks.txt
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)

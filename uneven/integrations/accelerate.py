@@ -8,7 +8,7 @@ their number, and measures. Import it before the Accelerator is made. docs/integ
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -19,16 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from uneven.core import StepSampler, StepShares, watch_ddp
 from uneven.errors import InputError
+from uneven.integrations.choice import KEPT, Policy, chosen_shares
 from uneven.launch.frameworks import Told, begin_use, join_ranks
 
 join_ranks()
 
-Policy = Literal["balanced", "sync"]
-# Of a DataLoader, besides what says which samples are in a batch.
-KEPT = (
-    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers", "in_order"),
-)
 REFUSED = {
     DistributedType.FSDP: "FSDP",
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -203,14 +198,7 @@ def make_shares(
     `policy` and `shares` are the script's own.
     """
     policy, shares = told.settings.get("policy", policy), told.settings.get("shares", shares)
-    if policy not in ("balanced", "sync"):
-        raise InputError(
-            f"policy={policy!r}: a framework's loop steps all ranks together, with 'balanced' or 'sync'; fit and "
-            "Ddp.setup train with local policies"
-        )
-    if shares is not None and policy != "balanced":
-        raise InputError(f"shares={tuple(shares)} and policy={policy!r}: give one of them")
-    chosen: Any = policy if shares is None else shares
+    chosen = chosen_shares(policy, shares)
     made = StepShares(samples, shares=chosen, least=pieces, lookahead=-(-ahead // pieces))
     made.slow_down(told.speed)
     return made

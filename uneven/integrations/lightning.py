@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,17 +19,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from uneven.core import Order, StepSampler, StepShares, watch_ddp
 from uneven.errors import InputError
+from uneven.integrations.choice import KEPT, Policy, chosen_shares
 from uneven.launch.frameworks import begin_use, join_ranks
 from uneven.parallel.batchnorm import has_batchnorm
 
 join_ranks()
 
-Policy = Literal["balanced", "sync"]
-# Of a DataLoader, besides what says which samples are in a batch.
-KEPT = (
-    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
-)
 STATE = "uneven"  # in a checkpoint of the Trainer
 
 
@@ -183,7 +178,7 @@ class _SharesSteps:
         fixed ratio. `options` are those of Lightning's DDPStrategy."""
         super().__init__(**options)
         self._policy, self._ratio = policy, shares
-        _chosen(policy, shares)  # refused before any process is started
+        chosen_shares(policy, shares)  # refused before any process is started
         self._shared: SharedLoader | None = None
 
     @property
@@ -220,7 +215,7 @@ class _SharesSteps:
     ) -> SharedLoader:
         """The loader to train with, by what `uneven run` was told in place of the script's own; a collective."""
         told = begin_use(self.world_size, ("policy", "shares"))
-        chosen = _chosen(told.settings.get("policy", self._policy), told.settings.get("shares", self._ratio))
+        chosen = chosen_shares(told.settings.get("policy", self._policy), told.settings.get("shares", self._ratio))
         least = 2 if has_batchnorm(model) else 1
         self._shared = SharedLoader(
             loader, chosen, pieces=pieces, least=least, world_size=self.world_size, epoch_of=epoch_of
@@ -437,18 +432,6 @@ def _order_of(loader: Any) -> tuple[Any, int]:
             "DataLoader(batch_size=...) with a sampler of single samples"
         )
     return loader.sampler, loader.batch_size
-
-
-def _chosen(policy: str, shares: Sequence[float] | None) -> Any:
-    """What StepShares is given; InputError where one of the two would be ignored, or needs more than DDP."""
-    if policy in ("cadence", "async"):
-        raise InputError(
-            f"policy={policy!r}: a Trainer steps all ranks together, with 'balanced' or 'sync'; fit and Ddp.setup "
-            "train with local policies"
-        )
-    if shares is not None and policy != "balanced":
-        raise InputError(f"shares={tuple(shares)} and policy={policy!r}: give one of them")
-    return policy if shares is None else tuple(shares)
 
 
 def _now(device: torch.device) -> float:

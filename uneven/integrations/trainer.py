@@ -17,7 +17,8 @@ from transformers.trainer_callback import ExportableState
 
 from uneven.core import StepSampler, StepShares, follows_count, watch_ddp
 from uneven.errors import InputError
-from uneven.integrations.accelerate import KEPT, order_of
+from uneven.integrations.accelerate import order_of
+from uneven.integrations.choice import KEPT
 
 
 class Sharing:

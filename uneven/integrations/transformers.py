@@ -13,7 +13,8 @@ from transformers import Trainer
 
 from uneven.core import StepShares
 from uneven.errors import InputError
-from uneven.integrations.accelerate import Policy, SharingAccelerator, become, make_shares, refuse_other_plugins
+from uneven.integrations.accelerate import SharingAccelerator, become, make_shares, refuse_other_plugins
+from uneven.integrations.choice import Policy
 from uneven.integrations.trainer import SharesCallback, Sharing, SharingTrainer
 from uneven.integrations.trainer_strategy import STRATEGIES, shard
 from uneven.launch.frameworks import begin_use
