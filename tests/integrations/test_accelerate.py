@@ -85,6 +85,18 @@ def test_data_without_numbers_and_wrong_calls_are_refused() -> None:
         attach(accelerator, model, loader)
 
 
+def test_a_state_is_saved_between_two_steps(tmp_path: Path) -> None:
+    accelerator, model, loader = prepare(gradient_accumulation_steps=2)
+    loader = attach(accelerator, model, loader)
+    first, second, *_ = loader
+    accelerator.backward(model(**first).loss)
+    with pytest.raises(InputError, match="sync_gradients"):
+        accelerator.save_state(tmp_path)
+    accelerator.backward(model(**second).loss)
+    accelerator.save_state(tmp_path)
+    assert any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("starter", ["uneven run", "torchrun"])
 def test_the_example_shows_its_shares(starter: str, tmp_path: Path) -> None:
     options = ("--samples", "400", "--epochs", "1")

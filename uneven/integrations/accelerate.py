@@ -149,6 +149,15 @@ class SharingAccelerator(Accelerator):  # type: ignore[misc]
         if self._piece == 0:
             shares.note(shares.step)
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Between two steps: the gradients of a begun one are in no checkpoint, and a loader goes on by whole steps."""
+        if self._loader is not None and self._piece != 0:
+            raise InputError(
+                f"save_state after batch {self._piece} of {self._loader.batch_sampler.pieces} of a step: save when "
+                "accelerator.sync_gradients is true, after the optimizer's step"
+            )
+        return super().save_state(*args, **kwargs)
+
     def gather(self, tensor: Any) -> Any:
         """Inside a step of different numbers of rows, and without the time that it waits for other ranks."""
         if not self._shares.is_under_way:
