@@ -4,7 +4,7 @@ Params have the names and shapes of the state dict of transformers' GPT2LMHeadMo
 (tests/bench/models/test_large.py). There is no dropout, as in today's pretraining.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -141,17 +141,11 @@ GPT2 = Recipe(
     higher_is_better=False,
 )
 
-GPT_25M = Recipe(
+GPT_25M = replace(
+    GPT2,
     name="gpt-25m",
     title="GPT-2 with 25 million params",
     data="shakespeare",
-    batch_size=8,
-    epochs=1,
     num_params=25_482_240,
     make_model=make_small,
-    make_optimizer=adamw,
-    train_step=predict_next,
-    eval_step=evaluate_next,
-    metric="loss",
-    higher_is_better=False,
 )
